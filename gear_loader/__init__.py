@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.storage.memory_options import Memory
     from gear_loader.storage.prometheus import prometheus_text
+    from gear_loader.storage.ragged import Ragged
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
     from gear_loader.storage.table import Table
@@ -63,6 +64,7 @@ __all__ = [
     "Prefetch",
     "Prioritized",
     "Queue",
+    "Ragged",
     "Ranks",
     "RateLimiter",
     "RemoteTable",
@@ -121,6 +123,7 @@ _MODULES = {
     "Prefetch": "dataset.options",
     "Prioritized": "selection.samplers",
     "Queue": "storage.limiters",
+    "Ragged": "storage.ragged",
     "Ranks": "dataset.options",
     "RateLimiter": "storage.limiters",
     "RemoteTable": "transport.remote_table",

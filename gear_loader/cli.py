@@ -140,8 +140,7 @@ def _describe(entry: _Entry, file: shared_memory.OpenFile) -> None:
     entry.trajectories, entry.steps = counters[NUM_READY], counters[NUM_STEPS]
     entry.max_trajectories, entry.max_steps = layout.max_trajectories, layout.max_steps
     entry.columns = {
-        name: {"dtype": column.dtype_name, "shape": list(column.shape)}
-        for name, column in layout.schema.items()
+        name: {"dtype": dtype, "shape": shape} for name, dtype, shape, *_ in layout.schema.to_json()
     }
 
 

@@ -117,7 +117,7 @@ def on_host(value: Any) -> Any:
     """A batch with its tensors in host memory."""
     if isinstance(value, dict):
         return {name: on_host(part) for name, part in value.items()}
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    return value.to("cpu") if isinstance(value, (torch.Tensor, gear.Ragged)) else value
 
 
 def snapshot(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.utils.data._utils import fetch
 from torch.utils.data._utils.collate import default_collate, default_collate_fn_map, default_convert
 
 from gear_loader.errors import SchemaError
+from gear_loader.storage.ragged import Ragged
 from gear_loader.utils.formatting import described
 
 _STACKED = (
@@ -116,6 +117,11 @@ def _unflatten(values: Iterable[Any], keys: Any) -> Batch:
     return Batch(zip(keys, values, strict=True))
 
 
+def _ragged(parts: Iterable[Any], shape: Any) -> Ragged:
+    values, offsets = parts
+    return Ragged._of(values, offsets, shape)
+
+
 default_collate_fn_map[Batch] = _refuse_collation
 pytree.register_pytree_node(
     Batch,
@@ -123,5 +129,13 @@ pytree.register_pytree_node(
     _unflatten,
     serialized_type_name="gear_loader.Batch",
     flatten_with_keys_fn=_flatten_with_keys,
+)
+pytree.register_pytree_node(
+    Ragged,
+    lambda ragged: ([ragged.values, ragged.offsets], ragged.shape),
+    _ragged,
+    serialized_type_name="gear_loader.Ragged",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
 )
 ForkingPickler.register(Batch, _reduce_for_worker)

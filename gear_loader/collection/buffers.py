@@ -225,6 +225,7 @@ class Buffers:
         computed: n-step returns and converted windows to compute after such a gather; else empty.
         references: the references to the tensors, since the first `lend`; to be reset to None by whatever makes another
             reference that lasts as long as the buffers.
+        ragged: what is delivered in place of records, of the batch that was gathered last.
     """
 
     batch: Batch
@@ -233,6 +234,7 @@ class Buffers:
     inline: InlineBatch | None = None
     computed: tuple[Any, ...] = ()
     references: BatchReferences | None = None
+    ragged: Mapping[str, Any] = {}
 
     def compute(self, count: int) -> None:
         """Compute what the first `count` rows have beside gathered windows. Does not wait for a GPU."""

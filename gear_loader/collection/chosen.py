@@ -17,6 +17,7 @@ from gear_loader.collection.n_step import NStep
 from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayout
 from gear_loader.collection.padded import PaddedLayout
 from gear_loader.collection.plans import locate_columns, window_columns
+from gear_loader.collection.ragged_values import read_ragged
 from gear_loader.collection.sources import StagedRows
 from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import (
@@ -25,6 +26,7 @@ from gear_loader.collection.windows import (
     check_layout,
     expand,
     has_whole,
+    ragged_of,
     reach_of,
     source_of,
     windows_of,
@@ -81,9 +83,7 @@ class RowGather:
             self._reader = TierRows(source, reach, self.row_bytes)
         else:
             self._reader = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
-        has_tier = isinstance(source, Table) and (
-            source._engine.has_tier or source._engine.device is not None
-        )
+        has_tier = isinstance(self._reader, TierRows) and self._reader.table._engine.has_tier
         self.tier = self._reader if has_tier else None
 
     def gather(
@@ -142,6 +142,8 @@ def gather(table: Table, index: Any, anchor: Any, windows: Any, out: Any) -> Bat
     if len(anchors) != len(slots):
         raise SchemaError(f"anchor has {len(anchors)} rows and index {len(slots)}; expected as many of both.")
     given = _given(wanted, packed, out)
+    if ragged := list(ragged_of(table.schema, wanted)) if given else []:
+        raise SchemaError(f"out was given, and the windows {ragged} read ragged columns; expected no out.")
     ticket = Ticket()
 
     def read() -> Batch:
@@ -264,6 +266,7 @@ def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
     for each in computed:
         each.compute(batch["anchor"])
     batch.update(given)
+    batch.update(read_ragged(table, layout.ragged, batch))
     return batch
 
 
@@ -279,4 +282,6 @@ def _packed(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
     mover = PackedHost(layout)
     buffers = PackedBuffers(layout, TensorMemory(torch.device("cpu")), mover, given=given)
     table._engine.reader().read_whole(rows.slots, lambda: mover.fill(buffers, table, rows))
-    return buffers.rows(len(rows))
+    batch = buffers.rows(len(rows))
+    batch.update(read_ragged(table, layout.ragged, batch))
+    return batch

@@ -20,8 +20,10 @@ from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayou
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
-from gear_loader.collection.windows import ROW_KEYS, reads_mutable
+from gear_loader.collection.ragged_values import read_ragged
+from gear_loader.collection.windows import ROW_KEYS, only_host_gathers
 from gear_loader.kernels.devices import multiprocessors
+from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
 from gear_loader.utils.streams import current_stream
@@ -39,8 +41,8 @@ class RowSource(Protocol):
         """Whether `read` may wait for other processes, so that the training thread must not call it."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether it reads rows of this machine alone."""
+    def computes(self) -> bool:
+        """Whether n-step returns of all rows are computed where the rows are."""
 
     @property
     def tables(self) -> Sequence[Table]:
@@ -57,7 +59,7 @@ class RowSource(Protocol):
 class TableSource:
     """The rows of one table. The caller of `read` holds their read ticket."""
 
-    keys, waits, is_here = ROW_KEYS, False, True
+    keys, waits, computes = ROW_KEYS, False, True
 
     def __init__(self, table: Table) -> None:
         self.only = table
@@ -74,6 +76,9 @@ class TableSource:
             reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
         else:
             mover.fill(buffers, self.only, rows)
+        if mover.layout.ragged:
+            shown = buffers.rows(len(rows))
+            buffers.ragged = read_ragged(self.only, mover.layout.ragged, shown, pinned=mover.pinned)
 
 
 class _Staged(RowMover):
@@ -108,6 +113,10 @@ class _Staged(RowMover):
             buffers.follow(gpu.staging, len(rows))
             current_stream(self._device).wait_event(gpu.released)
             copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
+            buffers.ragged = {
+                name: value.to(self._device, non_blocking=True) if isinstance(value, Ragged) else value
+                for name, value in gpu.staging.ragged.items()  # which keeps them until the copies have been made
+            }
         finally:
             gpu.filled.record(current_stream(self._device))
 
@@ -220,8 +229,8 @@ def collector_for(
     tables, pinning = source.tables, False
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
-    if reads_mutable(tables[0].schema, windows):
-        zero_copy = False  # only the host knows whether values have changed meanwhile
+    if only_host_gathers(tables[0].schema, windows):
+        zero_copy = False
     here = tables[0]._engine.device
     if zero_copy is None and here is not None:
         zero_copy = device == here
@@ -238,7 +247,7 @@ def collector_for(
         return PaddedLayout(tables[0].schema, windows, batch_size=batch_size, returns=returns, **options)
 
     host: Any = (PackedHost if packed else PaddedHost)(
-        layout("at once" if source.is_here else "after"),
+        layout("at once" if source.computes else "after"),
         pinned=on_gpu,
         only=None if here is not None else source.only,
     )

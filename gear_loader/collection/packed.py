@@ -32,6 +32,7 @@ from gear_loader.collection.windows import (
     expand,
     in_schema_order,
     packed_span,
+    ragged_of,
     reads_final,
     source_of,
 )
@@ -54,7 +55,8 @@ class PackedLayout:
         keys, weighs, informs: as for `PaddedLayout`.
 
     Attributes:
-        windows: in the order of the schema. offset, length: of the windows of steps.
+        windows: in the order of the schema. ragged: those that read ragged columns, of which records are gathered.
+        offset, length: of the windows of steps.
         steps, once: name in the batch -> column that it reads, of columns of steps and per trajectory.
         step_bytes: of a step, as they are stored. final: whether final steps are among those of rows.
 
@@ -78,6 +80,7 @@ class PackedLayout:
         self.offset, self.length = packed_span(schema, windows)
         self.final = reads_final(windows)
         self.windows = in_schema_order(schema, expand(schema, windows)[0])
+        self.ragged = ragged_of(schema, self.windows)
         sources = {name: schema[source_of(name, window)] for name, window in self.windows.items()}
         named = {name: source_of(name, window) for name, window in self.windows.items()}
         self.steps = {name: named[name] for name, column in sources.items() if not column.trajectory}
@@ -350,7 +353,7 @@ class PackedHost(HostMover):
 
     def buffers(self, *, shared: bool = False) -> PackedBuffers:
         """Buffers for one batch, which get their memory at their first gather."""
-        return PackedBuffers(self.layout, TensorMemory(torch.device("cpu"), shared, self._pinned), self)
+        return PackedBuffers(self.layout, TensorMemory(torch.device("cpu"), shared, self.pinned), self)
 
     def begin(self, buffers: PackedBuffers, rows: Any) -> None:
         buffers.measured(rows.spans)

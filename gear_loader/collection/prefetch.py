@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from gear_loader.collection.ticket_releaser import TicketReleaser, failure_of, k
 from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.errors import GearError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
+from gear_loader.storage.ragged import Ragged
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.background import background_thread, is_ending, stop_at_end
 from gear_loader.utils.captures import beside_captures, refuse_capture
@@ -404,12 +405,16 @@ class Prefetcher:
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
         gpu = buffers.gpu
         self._last = None if gpu is None else buffers
+        ragged = buffers.ragged
         if gpu is not None:
             consumer = current_stream(self.collector.device)
             consumer.wait_event(gpu.filled)
+            _record(ragged, consumer)
             copy, gpu.copy = gpu.copy, None
             if copy is not None:
                 _record(copy, consumer)
+                copy.update(ragged)
+                buffers.ragged = {}
                 self._delivered.append(buffers)
                 return copy
             if consumer.cuda_stream not in gpu.consumers:
@@ -418,7 +423,11 @@ class Prefetcher:
                 gpu.consumers.add(consumer.cuda_stream)
         if not self._fresh:
             self._delivered.append(buffers)
-        return buffers.lend(count) if self._lends else buffers.rows(count)
+        batch = buffers.lend(count) if self._lends else buffers.rows(count)
+        if ragged:
+            batch.update(ragged)
+            buffers.ragged = {}
+        return batch
 
     def names(self, batch: Batch) -> tuple[Array, ...]:
         """`ROW_KEYS` of the batch that was delivered last, int64 [B] each, on the host.
@@ -532,9 +541,11 @@ class Prefetcher:
                 self._pool.free.append(self._ready.popleft()[0])
 
 
-def _record(batch: dict[str, Any], stream: torch.cuda.Stream) -> None:
+def _record(batch: Mapping[str, Any], stream: torch.cuda.Stream) -> None:
     for value in batch.values():
         if isinstance(value, dict):
             _record(value, stream)
+        elif isinstance(value, Ragged):
+            _record({"values": value.values, "offsets": value.offsets}, stream)
         elif isinstance(value, torch.Tensor):
             value.record_stream(stream)

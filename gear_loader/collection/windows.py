@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from gear_loader.collection.conversions import converted_dtype
-from gear_loader.collection.n_step import NStep
+from gear_loader.collection.n_step import NStep, ReturnWindows
 from gear_loader.errors import SchemaError
+from gear_loader.storage.ragged import Values
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import shown
@@ -211,9 +212,66 @@ def reads_mutable(schema: Schema, windows: Mapping[str, Window | NStep | Whole])
     )
 
 
+def ragged_of(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> dict[str, Values]:
+    """The windows that read ragged columns, and what the values of these are."""
+    sources = {name: source_of(name, window) for name, window in windows.items()} if schema.ragged else {}
+    return {name: schema.ragged[source] for name, source in sources.items() if source in schema.ragged}
+
+
+def _check_ragged(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> None:
+    """Raise SchemaError if windows ask more of ragged columns than a copy."""
+    for name in ragged_of(schema, expand(schema, windows)[0]):
+        window = windows.get(name)
+        if (
+            window is None
+            or isinstance(window, NStep)
+            or window.dtype is not None
+            or window.scale is not None
+        ):
+            raise SchemaError(
+                f"The window {name!r} reads a ragged column, as a part of an NStep or with dtype or scale; expected a "
+                "gear_loader.Window or gear_loader.Whole without."
+            )
+
+
+def only_host_gathers(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> bool:
+    """Whether a GPU gets copies of what the host gathers: of values that change meanwhile, or of any length."""
+    return reads_mutable(schema, windows) or bool(ragged_of(schema, expand(schema, windows)[0]))
+
+
 def mask_of(schema: Schema, name: str, window: Window) -> tuple[int, int, str, bool]:
     """Key of a window's mask: windows with the same key exist at the same steps."""
     return *window.span, schema[source_of(name, window)].final
+
+
+def piece_rows(
+    schema: Schema, windows: Mapping[str, Window], returns: Sequence[ReturnWindows] = ()
+) -> list[tuple[str, Literal["column", "mask"], int]]:
+    """Pieces of rows on their way into a padded batch: columns, then masks.
+
+    Args:
+        windows: name -> window, in the order of the schema.
+        returns: those that are computed where the rows are.
+
+    Returns:
+        Of each piece the name of a window, for a mask of the first with its span; and bytes of a row.
+    """
+    values = {name: size for each in returns for name, size in each.row_bytes().items()}
+    hidden = {name for each in returns for name in each.names}
+    columns = {
+        name: values.get(name, schema[source_of(name, window)].step_bytes * window.length)
+        for name, window in windows.items()
+    }
+    masks: dict[tuple[int, int, str, bool], str] = {}
+    for name, window in steps_only(schema, windows).items():
+        if name not in hidden:
+            masks.setdefault(mask_of(schema, name, window), name)
+    kinds: list[tuple[str, Literal["column", "mask"], int]] = [
+        (name, "column", size) for name, size in columns.items()
+    ]
+    kinds += [(name, "mask", length) for (length, *_), name in masks.items()]
+    kinds += [(name, "mask", size) for each in returns for name, size in each.mask_bytes().items()]
+    return kinds
 
 
 def in_schema_order(schema: Schema, windows: Mapping[str, _W]) -> dict[str, _W]:
@@ -249,6 +307,7 @@ def windows_of(
                 f"The window of column {name!r} is None, as for a column per trajectory; this one has steps, so give "
                 "it a gear_loader.Window or gear_loader.Whole."
             )
+    _check_ragged(schema, chosen)
     for name, window in expand(schema, chosen)[0].items():
         converted_dtype(name, window, schema[source_of(name, window)])
     if all(column in schema.per_trajectory for column in sources.values()):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
-from gear_loader.collection.windows import has_whole
+from gear_loader.collection.windows import has_whole, ragged_of
 from gear_loader.dataset.mixed_batches import MixedBatches, can_mix
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.replay_dataset import ReplayDataset
@@ -326,6 +326,11 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
             raise SchemaError(
                 f"Source {name!r} has batch_size=Steps(...), Shards or an output other than 'dict'; expected a "
                 "ReplayDataset of a Table with a batch_size in rows that yields dicts."
+            )
+        if ragged := list(ragged_of(dataset.table.schema, dataset.windows)):
+            raise SchemaError(
+                f"Source {name!r} has the windows {ragged} of ragged columns; expected none in a Mixture, whose "
+                "sources share one batch."
             )
         padded = dataset.layout == "padded" and has_whole(dataset.windows)
         if dataset.layout == "jagged" or padded or dataset.groups is not None:

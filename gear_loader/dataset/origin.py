@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from gear_loader.collection.collector import RowSource, TableSource
-from gear_loader.collection.windows import reads_mutable
+from gear_loader.collection.windows import only_host_gathers
 from gear_loader.dataset.options import Ranks
 from gear_loader.dataset.position import MAX_WORKERS
 from gear_loader.errors import PrivateTableError, SchemaError
@@ -172,7 +172,7 @@ class Origin:
         if not context.sampler.by_priority:
             return SnapshotSelection(context)
         on_gpu = device.type == "cuda" and context.grouping is None and self.shards is None
-        on_gpu = on_gpu and not reads_mutable(context.table.schema, windows)
+        on_gpu = on_gpu and not only_host_gathers(context.table.schema, windows)
         if on_gpu and context.table._engine.region.pin(device) and not self._host_draws(context):
             return CudaPrioritizedSelection(context, history=history, device=device)
         return PrioritizedSelection(context, history=history)

@@ -37,7 +37,7 @@ from gear_loader.dataset.options import Draws, Gpu, Prefetch, Ranks, check_optio
 from gear_loader.dataset.origin import HasOrigin, Origin, origin_of
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.prepared import dealer, prepared_error
-from gear_loader.dataset.table_options import check_final, check_groups, step_budget_of
+from gear_loader.dataset.table_options import check_final, check_groups, check_ragged, step_budget_of
 from gear_loader.dataset.transforming import Moment, Transforms
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection, SelectionContext
@@ -253,6 +253,7 @@ class ReplayDataset(IterableDataset[Batch]):
         ahead = prefetch if isinstance(prefetch, Prefetch) else Prefetch(prefetch)
         self.prefetch, self.keep, self.copy = int(ahead.batches), int(ahead.keep), ahead.copy
         self.layout: Literal["padded", "packed", "jagged"] = layout
+        check_ragged(table, self)
         self._packs = whole or layout != "padded"  # rows are gathered one after another
         self._late = table.schema.late_bits(self._sources())
         self._origin.check(

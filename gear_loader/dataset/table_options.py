@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gear_loader.collection.windows import packed_span, reads_final
+from gear_loader.collection.windows import expand, has_whole, packed_span, ragged_of, reads_final
 from gear_loader.errors import SchemaError
 from gear_loader.selection.grouping import Groups
 from gear_loader.selection.step_budget import StepBudget, Steps
@@ -39,6 +39,19 @@ def check_final(windows: Mapping[str, Any], *, shards: Any, device: torch.device
             f"Whole(final=True) was given with {other}; expected "
             "a Table and device='cpu', where alone final steps are packed for now. Leave final out, or use those."
         )
+
+
+def check_ragged(table: Table, dataset: Any) -> None:
+    """Raise SchemaError if a dataset that reads ragged columns has options that they do not go with."""
+    names = list(ragged_of(table.schema, expand(table.schema, dataset.windows)[0]))
+    padded = dataset.layout == "padded" and has_whole(dataset.windows)
+    if not names or not (padded or dataset.layout == "jagged" or dataset.output == "tensordict"):
+        return
+    raise SchemaError(
+        f"The windows {names} read ragged columns, with layout={dataset.layout!r} and output="
+        f"{dataset.output!r}; expected layout='packed', or 'padded' with gear_loader.Window, and output 'dict' "
+        "or 'nested'."
+    )
 
 
 def step_budget_of(

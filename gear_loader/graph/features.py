@@ -16,6 +16,7 @@ from gear_loader.graph.feature_copies import FeatureCopies
 from gear_loader.graph.feature_placement import checked_probabilities
 from gear_loader.graph.shard_rows import Homes, RemoteRows, homes_of, join
 from gear_loader.graph.table_rows import DeviceGather, RowIndex, TableRows, unknown_nodes
+from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -109,6 +110,7 @@ class Features:
             raise SchemaError(
                 f"columns is {columns!r}; expected some of {list(steps)}, the columns of the table's steps."
             )
+        check_fixed({name: schema[name] for name in names}, "Features have")
         self.table = table
         self.columns = tuple(names)
         self._single = isinstance(columns, str)

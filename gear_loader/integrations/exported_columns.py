@@ -9,6 +9,7 @@ import torch
 
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.sources.episodes import Columns, requested, select
+from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -40,7 +41,9 @@ def exported_columns(
             "the table}."
         )
     try:
-        return select(wanted, stored, "The table")
+        chosen = select(wanted, stored, "The table")
+        check_fixed({name: table.schema[name] for name in chosen.values()}, "exports have")
+        return chosen
     except SourceError as error:
         raise SchemaError(str(error)) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -30,6 +31,7 @@ from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index
 from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
+from gear_loader.storage.payload import Payload, PayloadReader
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
@@ -137,6 +139,7 @@ class Engine:
         finally:
             self._index = None
             self.sampled.datasets.clear()
+            self.__dict__.pop("payload", None)  # it refers to the memory
             self._tier_reader = None  # closes its files
             self.region.close()
 
@@ -204,7 +207,10 @@ class Engine:
         if limiter is not None:
             limiter.check_insert(len(steps.lengths))
         evict, wait = self.policy
-        if self.device is None and (ids is None or unique):
+        payload = steps.payload
+        if payload is not None:
+            self._check_payload(payload)
+        elif self.device is None and (ids is None or unique):
             stored = index.store(
                 self.targets,
                 steps.lengths,
@@ -223,6 +229,12 @@ class Engine:
             slots, blocks = index.begin(
                 lengths, finals=finals, evict=evict, wait=wait, ids=ids, unique=unique, claim=claim
             )
+            if payload is not None:
+                assert claim.generations is not None
+                heap = self.region.payload()
+                offsets = index.place_payload(heap, payload, slots, claim.generations, evict=evict, wait=wait)
+                if not payload.write(heap, offsets):
+                    raise index.arrays.corrupt("a ragged value has a part outside of its memory")
             self._write(blocks, steps)
             index.commit(slots, priorities)
         except BaseException as error:
@@ -264,6 +276,15 @@ class Engine:
                 "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
             )
 
+    def _check_payload(self, payload: Payload) -> None:
+        most = self.region.layout.payload
+        if payload.needed > most:
+            raise SchemaError(
+                f"The ragged values of {len(np.unique(payload.runs[:, 0])):,} trajectories take {payload.needed:,} "
+                f"bytes; this table has {most:,} for those of all. Create it with a larger Memory payload, or add "
+                "fewer at a time."
+            )
+
     def _write(self, ids: Array, steps: Steps) -> None:
         self.check_open()
         values = ids, steps.addresses, steps.lengths
@@ -283,7 +304,12 @@ class Engine:
 
     # ---------------------------------------------------------------- reading
 
-    def rows(self, index: int, *, final: bool = False) -> dict[str, torch.Tensor] | None:
+    @functools.cached_property
+    def payload(self) -> PayloadReader:
+        """What reads ragged values."""
+        return PayloadReader(self.region, self.reader().check_gathered)
+
+    def rows(self, index: int, *, final: bool = False) -> dict[str, Any] | None:
         """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
         trajectory, on the CPU; for transports.
 
@@ -306,7 +332,7 @@ class Engine:
             # All of it at one moment: a place in memory that is read later may be one on disk, or lack what is filled.
             extent, bits = live.reader.begin_read_of(int(index), ticket)
             length, place, more = extent
-            rows = None
+            rows: dict[str, Any] | None = None
             if more or not final:
                 count, names = length + more if final else length, self._filled_columns(bits)
                 if self.device is not None or (place < 0 and self.has_tier):
@@ -317,6 +343,9 @@ class Engine:
                     rows = live.reader.read_whole(
                         slots, lambda: {name: self._read_column(name, ids, count) for name in names}
                     )
+                for name in self.schema.ragged:
+                    if rows is not None and name in rows:
+                        rows[name] = self._read_ragged(name, rows[name])
             ticket.end()
             return rows
         finally:
@@ -348,6 +377,11 @@ class Engine:
         """The columns of a trajectory that have values, by the bits of its late columns."""
         late = self.schema.late
         return [name for name in self.schema if name not in late or bits >> late.index(name) & 1]
+
+    def _read_ragged(self, name: str, records: torch.Tensor) -> Any:
+        values = self.schema.ragged[name]
+        found = self.payload.read(values, records.numpy().reshape(-1, 2), (records.numel() // 2,))
+        return found[0] if self.schema[name].trajectory else found
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
         column = self.schema[name]

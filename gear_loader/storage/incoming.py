@@ -12,6 +12,8 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.special_priorities import UNSET
+from gear_loader.storage.payload import Payload, copied_ragged, with_records
+from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, narrowed, numbers, on_host, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
@@ -26,11 +28,13 @@ class Steps(NamedTuple):
         addresses: int64 [n, C], address of each trajectory's contiguous steps in each column.
         lengths: int64 [n], in steps.
         hold: owner of that memory.
+        payload: of ragged columns, whose addresses are those of records to be completed; else None.
     """
 
     addresses: Array
     lengths: Array
     hold: object
+    payload: Payload | None = None
 
 
 def listed(schema: Schema, trajectories: Any) -> Steps:
@@ -55,9 +59,19 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
         raise SchemaError(
             f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
         ) from None
-    kept = keeps(trajectories)
+    kept, payload = keeps(trajectories), None
+    if schema.ragged:
+        if not kept:
+            each = (
+                {name: copied_ragged(value) for name, value in rows.items()}
+                if isinstance(rows, Mapping)
+                else rows
+                for rows in map(as_mapping, each)
+            )
+        trajectories, payload = with_records(schema, list(each))
+        kept, each = True, iter(trajectories)
     if kept and (found := schema.locate_list(trajectories)) is not None:
-        return Steps(*found)
+        return Steps(*found, payload)
     if kept and all(isinstance(as_mapping(trajectory), dict) for trajectory in trajectories):
         each = iter(on_host(*map(as_mapping, trajectories)))  # one wait for all that a GPU has
     lengths, addresses, holds = [], [], []
@@ -72,7 +86,7 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
         lengths.append(length)
         addresses.append(places)
         holds.append(hold)
-    return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
+    return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds, payload)
 
 
 def checked_final(schema: Schema, final: Any) -> dict[str, Array]:
@@ -128,6 +142,7 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
     Raises:
         SchemaError: the columns or the lengths do not fit.
     """
+    check_fixed(schema, "extend() takes stacked arrays of")
     columns, counts = _columns_and_counts(columns, lengths)
     if len(counts) == 0:
         _check_empty(schema, columns)

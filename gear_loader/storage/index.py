@@ -24,7 +24,11 @@ from gear_loader.storage.counters import (
     NEXT_SEQUENCE,
     NUM_FREE_BLOCKS,
     NUM_LOST,
+    NUM_READY,
+    NUM_RETIRED,
     NUM_SAMPLED,
+    NUM_STEPS,
+    NUM_WRITING,
     ORIGIN,
     POLICY,
     RUNS,
@@ -44,15 +48,19 @@ from gear_loader.storage.ids import (
 )
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.view import (
+    BUSY,
     DONE,
     FLIP,
+    FULL,
     PID,
+    READ,
     REFUSE,
     REQUEST_HEAD,
     REQUEST_NOW,
     START,
     UNREADY,
 )
+from gear_loader.storage.payload import Payload
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
@@ -249,6 +257,46 @@ class Index:
         self.allocator.obtain(needed, attempt, evict=evict, wait=wait)
         stored: Array = slots.copy()
         return stored
+
+    def place_payload(
+        self, heap: Array, payload: Payload, slots: Array, generations: Array, *, evict: int, wait: bool
+    ) -> Array:
+        """Find places for ragged values of trajectories from `begin`, by the same policy.
+
+        Args:
+            heap: int64, the table's payload memory. payload: the values. slots, generations: int64 [n], from `begin`.
+            evict, wait: as for `begin`.
+
+        Returns:
+            Byte of `heap` where each value begins, int64 [V].
+
+        Raises:
+            As `begin`; evictions are not undone.
+        """
+        offsets, done = np.zeros(len(payload.sizes), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        given = slots, generations, payload.runs, payload.sizes, offsets, done
+        ops, where, counters = self.arrays.ops, self.arrays.where, self.arrays.counters
+
+        def attempt() -> int:
+            while True:
+                answer: int = ops.take_payload(where, heap, *given)
+                if answer == DONE or evict == REFUSE:
+                    return answer
+                if counters[NUM_RETIRED]:
+                    return READ
+                if not counters[NUM_READY]:
+                    return FULL if counters[NUM_WRITING] == len(slots) else BUSY
+                ops.evict(where, max(1, int(counters[NUM_STEPS]) // 64), evict)
+
+        try:
+            steps = int(self.arrays.extent[slots, 0].sum())
+            self.allocator.obtain((len(slots), 0, steps), attempt, evict=evict, wait=wait)
+        except TableFullError as error:
+            raise TableFullError(
+                f"{error} What is full is the memory of ragged values, {heap.nbytes:,} bytes (Memory payload), to "
+                f"which {int(payload.sizes.sum()):,} were to be added."
+            ) from None
+        return offsets
 
     @property
     def takes_clients_ids(self) -> bool:

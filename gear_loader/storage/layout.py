@@ -47,6 +47,7 @@
                                                           a column per trajectory room for one value, which is in the
                                                           trajectory's first block
                     column 1   ...
+                    payload    values of ragged columns, see `operations/extents.py`; [0] without them
                     tail       128 B, then up to a whole page
     region bytes    log        of values that are being overwritten, see `edit_log.py`; once there were any
 
@@ -85,13 +86,15 @@ from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
 MAX_READERS = 256
 LARGEST_SIZE = 2**37 - 1
 """Limit of `max_steps` and `block_steps`."""
+MOST_PAYLOAD = 2**50
+"""Limit of `payload`."""
 LARGEST_COUNT = 2**31 - 1
 """Limit of `max_trajectories` and `num_blocks`: indices are 32 bits long."""
 _PREAMBLE = struct.Struct("<8sIIQ")
@@ -171,6 +174,7 @@ class Layout:
         group: slots of a group.
         rules: eviction, expiry and rate limits of the table.
         tier: where trajectories beyond the memory lie, or None.
+        payload: bytes of the values of ragged columns, a multiple of 128. payload_offset: where they begin.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
         on_device: whether the blocks lie in the memory of a GPU, and the region holds the index alone.
@@ -188,9 +192,11 @@ class Layout:
         packed: bool = False,
         rules: Rules | None = None,
         tier: Tier | None = None,
+        payload: int = 0,
         on_device: bool = False,
     ) -> None:
         self.schema = schema
+        self.payload = payload
         self.max_steps = max_steps
         self.max_trajectories = max_trajectories
         self.block_steps = block_steps
@@ -258,7 +264,8 @@ class Layout:
             self.block_bytes += stride
         self.on_device = on_device
         self.device_bytes = num_blocks * self.block_bytes if on_device else 0
-        end = base if on_device else base + num_blocks * self.block_bytes + LINE
+        self.payload_offset = end = base if on_device else base + num_blocks * self.block_bytes
+        end += 0 if on_device else payload + LINE
         self.region_bytes = round_up(end, mmap.PAGESIZE)
 
     @property
@@ -284,6 +291,7 @@ class Layout:
             "packed": self.packed,
             "rules": self.rules.to_json(),
             "tier": None if self.tier is None else self.tier.to_json(),
+            "payload": self.payload,
         }
         header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
         if len(header) > HEADER_LIMIT:
@@ -351,7 +359,7 @@ class Layout:
             "block_steps": LARGEST_SIZE,
             "num_blocks": LARGEST_COUNT,
         }
-        expected = sorted([*sizes, "packed", "schema", "rules", "tier"])
+        expected = sorted([*sizes, "packed", "payload", "schema", "rules", "tier"])
         if not isinstance(fields, dict) or sorted(fields) != expected:
             raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
         for key, largest in sizes.items():
@@ -360,13 +368,18 @@ class Layout:
                 raise SchemaError(
                     f"{key} is {reprlib.repr(value)}; expected an integer from 1 to {largest:,}"
                 )
+        payload = fields["payload"]
+        if type(payload) is not int or not 0 <= payload <= MOST_PAYLOAD or payload % LINE:
+            raise SchemaError(
+                f"payload is {reprlib.repr(payload)}; expected a multiple of {LINE} from 0 to {MOST_PAYLOAD:,}"
+            )
         if type(fields["packed"]) is not bool:
             raise SchemaError(f"packed is {reprlib.repr(fields['packed'])}; expected True or False")
         if not isinstance(fields["rules"], dict):
             raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
         schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
         tier = None if fields["tier"] is None else Tier.from_json(fields["tier"])
-        counts = {key: fields[key] for key in sizes}
+        counts = {key: fields[key] for key in (*sizes, "payload")}
         return cls(schema, rules=rules, packed=fields["packed"], tier=tier, **counts)
 
 

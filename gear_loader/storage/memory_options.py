@@ -18,7 +18,8 @@ class Memory:
 
     Attributes:
         size: bytes of the whole region, index included, an int or a text such as ``"20GiB"``; as many blocks as fit
-            into them. By default enough for `max_steps` steps in `max_trajectories` trajectories of any lengths.
+            into them. With `Table.create(device=)` bytes of the blocks alone, on the GPU. By default enough for
+            `max_steps` steps in `max_trajectories` trajectories of any lengths.
         max_blocks: in place of `size`: number of blocks. For known lengths, `Table.required_blocks` gives the exact
             number and reserves less memory.
         mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
@@ -38,6 +39,10 @@ class Memory:
             the current GPU if CUDA is initialised, else that of all GPUs of the machine if it is the same. None leaves
             it to the system: the node of the thread that allocates a page, which is this one for a named table. On a
             machine with one node there is nothing to choose.
+        payload: bytes of the values of ragged columns, an int or a text; part of `size`, if that is given too. Tables
+            with such columns need it. A trajectory takes 32 bytes more than its values, and up to 16 for each column;
+            32 more for each gap between others that they are spread over. On eviction, a sixty-fourth of the steps
+            leaves at once.
 
     Raises:
         SchemaError: an invalid value, or `size` and `max_blocks` together.
@@ -49,6 +54,7 @@ class Memory:
     packed: bool | Literal["auto"] = "auto"
     huge_pages: HugePages = "auto"
     numa: Numa = "auto"
+    payload: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -57,6 +63,8 @@ class Memory:
                 raise SchemaError(
                     f"size is {shown(self.size)} and max_blocks {shown(self.max_blocks)}; expected one of them."
                 )
+        if self.payload is not None:
+            byte_count("payload", self.payload)
         for name in ("packed", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 one_of(name, getattr(self, name), ("auto",), ", True or False")

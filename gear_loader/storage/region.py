@@ -486,6 +486,11 @@ class Region:
         )
         return steps[:, :, column.inside : column.inside + column.step_bytes]
 
+    def payload(self) -> np.ndarray[Any, Any]:
+        """The values of ragged columns, int64 [n]; see `gear_loader.storage.operations.extents`."""
+        first = self.layout.payload_offset
+        return self._view()[first : first + self.layout.payload].view(np.int64)
+
     def column_place(self, name: str) -> np.ndarray[Any, Any]:
         """Where column `name` lies, int64 [5], as `gear_loader.native.copying.copy_rows` takes it: address of its first
         step, bytes from block to block, of a step, and from step to step in a block, and steps of a block.

@@ -19,6 +19,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.quick_check import Expected, located, located_list
+from gear_loader.storage.ragged import RECORD_DTYPE, RECORD_SHAPE, TEXTS, Values
 from gear_loader.utils.arrays import PLAIN_TYPES, address_of, data_address, known, on_host, shown, unreadable
 from gear_loader.utils.checks import at_least, finite, flag, integer, one_of
 from gear_loader.utils.lazy_torch import is_tensor, torch
@@ -26,8 +27,8 @@ from gear_loader.utils.lazy_torch import is_tensor, torch
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 """Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64
-_OPTIONS = ("final", "cast", "trajectory", "late", "mutable")
-"""Options of a column that are stored with a table: True, or ``per="trajectory"``."""
+_OPTIONS = ("final", "cast", "trajectory", "late", "mutable", *TEXTS.values())
+"""Options of a column that are stored with a table: True, ``per="trajectory"``, or text."""
 _LARGEST_EXTENT = 2**37 - 1
 _MOST_LATE = 62
 """Most columns that are filled later: each has one bit of an int64 a trajectory."""
@@ -43,8 +44,12 @@ class Column:
     """One value per step, or per trajectory: a dtype and the shape of a single value.
 
     Args:
-        dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64.
-        shape: shape of one value; `()` is a scalar. Every extent is at least 1.
+        dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64; or ``str`` or
+            ``bytes``, of any length.
+        shape: shape of one value; `()` is a scalar. Every extent is at least 1. If the first is None the column is
+            ragged: ``Column(torch.uint8, (None, 3))`` has values ``[n, 3]``, each of its own n, 0 too. `Table.add`
+            takes a list of them, or a `Ragged`, and text as a list of `str` or `bytes`; batches have a `Ragged`, or
+            such lists. They lie in memory of their own, `Memory.payload`.
         per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return.
             `Table.add` gets it as ``[*shape]``, `Writer.commit` as `trajectory`; batches have ``[B, *shape]`` of it. It
             is stored once, in the trajectory's first block.
@@ -65,11 +70,11 @@ class Column:
     Raises:
         SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast, late or mutable
             that is not a bool, another `per`, `final` of a column per trajectory, or `late` or `mutable` of one with
-            final steps; `mutable` of one per trajectory.
+            final steps; `mutable` of one per trajectory; a ragged column with one of these four.
     """
 
     dtype: torch.dtype = dataclasses.field(compare=False)
-    shape: tuple[int, ...] = ()
+    shape: tuple[Any, ...] = ()
     per: Literal["step", "trajectory"] = dataclasses.field(default="step", kw_only=True)
     final: bool = dataclasses.field(default=False, kw_only=True)
     cast: bool = dataclasses.field(default=False, kw_only=True)
@@ -77,6 +82,8 @@ class Column:
     mutable: bool = dataclasses.field(default=False, kw_only=True)
     dtype_name: str = dataclasses.field(init=False)
     """The stored name of the dtype, for example ``"float32"``."""
+    ragged: Values | None = dataclasses.field(init=False, default=None)
+    """What the values of a ragged column are; `dtype` and `shape` are then those of the records that a table stores."""
 
     def __post_init__(self) -> None:
         flag("Column final", self.final)
@@ -87,6 +94,14 @@ class Column:
                 "follows the last one."
             )
         given: Any = self.dtype
+        text = TEXTS.get(given) if isinstance(given, type) else None
+        if text is not None:
+            if self.shape not in ((), (None,)):
+                raise SchemaError(
+                    f"Column({given.__name__}) has shape {shown(self.shape)}; expected no shape."
+                )
+            self._make_ragged(Values("uint8", (), text))
+            return
         if isinstance(given, DtypeName):
             name = str(given)
             object.__delattr__(self, "dtype")  # `__getattr__` finds it
@@ -98,6 +113,9 @@ class Column:
             )
         object.__setattr__(self, "dtype_name", name)
         shape: Any = self.shape
+        ragged = isinstance(shape, (tuple, list)) and len(shape) > 0 and shape[0] is None
+        if ragged:
+            shape = shape[1:]
         if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool):
             shape = (shape,)
         try:
@@ -111,8 +129,11 @@ class Column:
         if not integers or any(extent < 1 for extent in extents):
             raise SchemaError(
                 f"Column shape {shown(self.shape)} is not a sequence of positive integers; expected the shape of one "
-                "step, for example (11,) or () for a scalar."
+                "step, for example (11,) or () for a scalar; the first may be None, of values of any length."
             )
+        if ragged:
+            self._make_ragged(Values(name, extents))
+            return
         object.__setattr__(self, "shape", extents)
         flag("Column cast", self.cast)
         flag("Column late", self.late)
@@ -124,6 +145,17 @@ class Column:
                 f"A column has mutable=True, final={self.final} and per={self.per!r}; expected a mutable column with a "
                 "value for each step, and none after the last one."
             )
+
+    def _make_ragged(self, values: Values) -> None:
+        given = [name for name in ("final", "cast", "late", "mutable") if getattr(self, name)]
+        if given:
+            raise SchemaError(
+                f"A column of {values!r} has {given[0]}={getattr(self, given[0])!r}; expected none of final, cast, "
+                "late and mutable: its values are of any length."
+            )
+        self.__dict__.pop("dtype", None)  # `__getattr__` finds it
+        for name, value in (("ragged", values), ("dtype_name", RECORD_DTYPE), ("shape", RECORD_SHAPE)):
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         """`dtype` of a column that was made from the name of one, without loading torch before."""
@@ -138,7 +170,12 @@ class Column:
         options += "".join(
             f", {option}=True" for option in ("final", "cast", "late", "mutable") if getattr(self, option)
         )
-        return f"Column(dtype=torch.{self.dtype_name}, shape={self.shape!r}{options})"
+        kind = (
+            f"dtype=torch.{self.dtype_name}, shape={self.shape!r}"
+            if self.ragged is None
+            else repr(self.ragged)
+        )
+        return f"Column({kind}{options})"
 
     @property
     def trajectory(self) -> bool:
@@ -148,7 +185,8 @@ class Column:
     @property
     def step_bytes(self) -> int:
         """Bytes of one value: of a step, or of a trajectory."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
+        count: int = math.prod(self.shape)
+        return count * ITEM_BYTES[self.dtype_name]
 
     @property
     def numpy_dtype(self) -> np.dtype[Any] | None:
@@ -276,6 +314,11 @@ class Schema(Mapping[str, Column]):
                     "for example Column(torch.float32, (11,))."
                 )
         self._columns = dict(columns)
+        if self.ragged and self.finals is not None:
+            raise SchemaError(
+                f"The columns {list(self.ragged)} are ragged, and {list(self.finals)} have final=True; expected a "
+                "table with one of both."
+            )
         self.casts = any(column.cast for column in columns.values())
         self._by_step = {name: column for name, column in columns.items() if not column.trajectory}
         most = _MOST_LATE_COUNTED if self.mutable else _MOST_LATE
@@ -339,6 +382,11 @@ class Schema(Mapping[str, Column]):
         """The columns that are given when a trajectory is added: all that are not late."""
         return self if not self.late else Schema({n: c for n, c in self._columns.items() if not c.late})
 
+    @functools.cached_property
+    def ragged(self) -> dict[str, Values]:
+        """The ragged columns, and what their values are."""
+        return {name: column.ragged for name, column in self._columns.items() if column.ragged is not None}
+
     def late_bits(self, columns: Iterable[str]) -> int:
         """Bits of those of `columns` that are late; 0 if none is."""
         return sum(1 << self.late.index(name) for name in set(columns) if name in self.late)
@@ -378,11 +426,15 @@ class Schema(Mapping[str, Column]):
         return column.step_bytes * (trajectories if column.trajectory else steps)
 
     def to_json(self) -> list[list[Any]]:
-        """``[[name, dtype name, shape, options...], ...]``, as stored with a table."""
+        """``[[name, dtype name, shape, options...], ...]``, as stored with a table; text is uint8 [None]."""
         rows: list[list[Any]] = []
         for name, column in self.items():
-            options = [option for option in _OPTIONS if getattr(column, option)]
-            rows.append([name, column.dtype_name, list(column.shape), *options])
+            options = [option for option in _OPTIONS if getattr(column, option, False)]
+            kind: tuple[str, list[Any]] = column.dtype_name, list(column.shape)
+            if column.ragged is not None:
+                kind = column.ragged.dtype_name, [None, *column.ragged.shape]
+                options += [column.ragged.kind] if column.ragged.kind in _OPTIONS else []
+            rows.append([name, *kind, *options])
         return rows
 
     @functools.cached_property
@@ -417,7 +469,8 @@ class Schema(Mapping[str, Column]):
                 )
             fits = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
             if not fits or not all(
-                type(extent) is int and 1 <= extent <= _LARGEST_EXTENT for extent in shape
+                (type(extent) is int and 1 <= extent <= _LARGEST_EXTENT) or (extent is None and not place)
+                for place, extent in enumerate(shape)
             ):
                 raise SchemaError(
                     f"Column shape {reprlib.repr(shape)} was received; expected at most {_MOST_DIMENSIONS} positive "
@@ -426,7 +479,12 @@ class Schema(Mapping[str, Column]):
             given: dict[str, Any] = dict.fromkeys(options, True)
             if given.pop("trajectory", False):
                 given["per"] = "trajectory"
-            named: Any = DtypeName(dtype)
+            text = next((kind for kind, option in TEXTS.items() if given.pop(option, False)), None)
+            if text is not None and (dtype, shape) != ("uint8", [None]):
+                raise SchemaError(
+                    f"Column {reprlib.repr(row)} was received; expected text as uint8 of shape [None]."
+                )
+            named: Any = text or DtypeName(dtype)
             columns[name] = Column(named, tuple(shape), **given)
         return cls(columns)
 

@@ -40,7 +40,9 @@ from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
+from gear_loader.storage.payload import check_payload
 from gear_loader.storage.priority_updates import is_strict, request
+from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
@@ -71,7 +73,8 @@ class Table:
     A forked process shares a named table and has a copy of a private one as of the fork. It has no copy of a private
     table whose pinning for a GPU had begun: every use of that raises PrivateTableError.
 
-    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host.
+    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host; and so do reads by the
+    CPU, of a table that lies on a GPU.
     """
 
     def __init__(
@@ -190,6 +193,8 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
+        if disk is not None or tier is not None:
+            check_fixed(layout.schema, "a table with disk takes")
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
@@ -302,6 +307,7 @@ class Table:
                 files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
                 link; or another save into it is running. The previous checkpoint is unchanged.
         """
+        check_fixed(self.schema, "Table.save() takes")
         path = local_path(path)
         disk = self._engine.disk
         if disk is not None and disk.writes_to(path):
@@ -323,6 +329,7 @@ class Table:
         max_blocks: int | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
+        device: str | torch.device | None = None,
     ) -> Table:
         """Create a table from a checkpoint.
 
@@ -342,6 +349,7 @@ class Table:
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
+            device: as for `create`, whatever the saved table was. Read by way of host memory, 256 MiB at a time.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged or of another version or schema; or it does not fit
@@ -358,6 +366,7 @@ class Table:
             max_blocks=max_blocks,
             on_full=on_full,
             progress=progress,
+            device=device,
         )
         table: Table = provided("load")(cls, local_path(path), options)
         return table
@@ -529,7 +538,8 @@ class Table:
 
         Args:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype
-                (see `Column` for ``cast=True``), with the same T >= 1; ``[*shape]`` of a column per trajectory. It may
+                (see `Column` for ``cast=True``), with the same T >= 1; ``[*shape]`` of a column per trajectory; of a
+                ragged column a list of T values, or a `Ragged`. It may
                 be a TensorDict. A nested dict or TensorDict has the columns ``outer.inner``.
             priority: initial priority for prioritized samplers, finite and not negative. By default the largest
                 priority that the sampler has seen (initially 1), so that new trajectories are drawn soon.
@@ -551,7 +561,9 @@ class Table:
         index = engine.index
         first = checked_priority(priority)
         schema = engine.schema.added
-        if final is not None:
+        if schema.ragged and final is None:
+            steps, finals = listed(schema, [trajectory]), None
+        elif final is not None:
             steps, finals = listed(schema, [with_final(schema, trajectory, final)]), _ONE
         else:
             length, addresses, hold = schema.locate_fast(trajectory) or schema.locate(trajectory)
@@ -655,6 +667,7 @@ class Table:
     ) -> BlockSink:
         """The sink of a writer with these options."""
         self._engine.check_open()
+        check_fixed(self.schema, "writers take")
         late = [name for name in self.schema.late if not self.schema[name].trajectory]
         overlap_steps = at_least("overlap_steps", overlap_steps, least=0)
         flag("commit_every_step", commit_every_step)
@@ -875,9 +888,10 @@ class Table:
         """Steps of all live trajectories."""
         return int(self._engine.index.arrays.counters[NUM_STEPS])
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
-        trajectory. Write-once columns that are not filled are not in it.
+        trajectory; a `Ragged` of T values, or a list of text, of ragged columns. Write-once columns that are not filled
+        are not in it.
 
         Writing into the tensors does not change the table. `fill` writes values that follow later, and `set` those of
         mutable columns; for others remove the trajectory and add it anew.
@@ -1053,7 +1067,10 @@ class Table:
         Raises:
             AssertionError: the index is inconsistent; the message says where.
         """
-        self._engine.index.recovery.check_valid()
+        engine = self._engine
+        recovery = engine.index.recovery
+        recovery.check_valid()
+        recovery.locked(lambda: check_payload(engine.region, engine.index.arrays))
 
     def update_priority(
         self,
@@ -1108,6 +1125,7 @@ def _place_of_blocks(
         "disk": (disk, "it is not written to a disk; save() writes a checkpoint"),
         "late columns": (list(columns.late), "nothing is filled in afterwards"),
         "mutable columns": (list(columns.mutable), "values stay as they were added"),
+        "ragged columns": (list(columns.ragged), "values of any length lie in host memory"),
         "Limits(version=)": (
             getattr(limits, "version", None),
             "the host would read versions of a policy there",

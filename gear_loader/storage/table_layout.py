@@ -15,12 +15,13 @@ from gear_loader.storage.block_sizes import (
     resolved_packing,
 )
 from gear_loader.storage.disk import Tier
-from gear_loader.storage.layout import Layout, most_blocks
+from gear_loader.storage.layout import LINE, MOST_PAYLOAD, Layout, most_blocks, round_up
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table_rules import Limits, OnFull, Rules
 from gear_loader.utils.arrays import shown
+from gear_loader.utils.checks import byte_count
 
 
 def table_layout(
@@ -76,7 +77,9 @@ def table_layout(
         )
     options: dict[str, Any] = {name: int(value) for name, value in sizes.items()}
     max_blocks = options.pop("max_blocks", None) or most_blocks(**options)
-    options.update(packed=packed, rules=rules, tier=tier, on_device=on_device)
+    options.update(
+        packed=packed, rules=rules, tier=tier, on_device=on_device, payload=_payload(schema, memory)
+    )
     if memory.size is not None:
         max_blocks = blocks_within(memory.size, max_blocks, schema, **options)
     if max(max_blocks, max_trajectories) >= 2**31:
@@ -85,3 +88,24 @@ def table_layout(
             "2**31 of each. Raise block_steps or split the table."
         )
     return Layout(schema, num_blocks=max_blocks, **options)
+
+
+def _payload(schema: Schema, memory: Memory) -> int:
+    """Bytes of the values of ragged columns.
+
+    Raises:
+        SchemaError: they are not given with such columns, or given without.
+    """
+    if bool(schema.ragged) != (memory.payload is not None):
+        raise SchemaError(
+            f"The columns {list(schema.ragged)} are ragged, and Memory payload is {shown(memory.payload)}; expected "
+            "the bytes that their values take, memory=gear_loader.Memory(payload='2GiB')."
+            if schema.ragged
+            else f"Memory payload is {shown(memory.payload)}, and no column is ragged; leave it out."
+        )
+    if memory.payload is None:
+        return 0
+    count = round_up(byte_count("payload", memory.payload), LINE)
+    if count > MOST_PAYLOAD:
+        raise SchemaError(f"payload is {shown(memory.payload)}; expected at most {MOST_PAYLOAD:,} bytes.")
+    return count

@@ -321,7 +321,7 @@ def test_columns_that_are_refused() -> None:
         with pytest.raises(SchemaError, match=re.escape(message) + ".*torch.bfloat16"):
             gear.Column(wrong, (3,))
     for wrong in (
-        *((0,), (-1,), (3, 0), 0, -2, (2.0,), "12", ("3",), None, (None,), True, (True,), ((3,),), 2.0),
+        *((0,), (-1,), (3, 0), 0, -2, (2.0,), "12", ("3",), None, (3, None), True, (True,), ((3,),), 2.0),
     ):
         message = f"Column shape {wrong!r} is not a sequence of positive integers; "
         with pytest.raises(SchemaError, match=re.escape(message)):

@@ -1,0 +1,181 @@
+"""Memory of ragged values: extents of any size, each of which belongs to the slot of a trajectory.
+
+::
+
+    byte 0        cursor   int64, where the search for a gap goes on; 0 before the first use; then unused up to 64
+    byte 64       extents, one after another up to the end, each of a multiple of 16 bytes:
+                  size, slot, generation, next   int64; then the values
+
+A value that no gap can hold is split: it has extents of its own, of which each names the next.
+An extent is in use as long as its slot has that generation and is not FREE; else it is a gap. So nothing here changes
+when trajectories are evicted, aborted or recovered, and readers keep values as they keep blocks. The cursor is always
+the beginning of an extent, or the end. A process that is killed leaves extents that follow one another: sizes and
+owners are written when nobody refers to what they change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gear_loader.native.compile import inlined
+from gear_loader.storage.operations.lifecycle import reclaim
+from gear_loader.storage.operations.view import DONE, SHORT, fence, require
+from gear_loader.storage.states import FREE
+
+CURSOR = 0
+FIRST, HEADER, GRAIN = 64, 32, 16  # bytes
+LEAST = 512  # bytes of the smallest gap that a part of a value goes into
+SIZE, SLOT, GENERATION, NEXT = range(4)  # words of an extent's header
+TRAJECTORY, BEGIN, END = range(3)  # columns of `runs`
+
+
+@inlined
+def extent_size(heap: Any, at: Any) -> Any:
+    """Bytes of the extent that begins at byte `at`."""
+    size = heap[at // 8 + SIZE]
+    require(size >= HEADER and size % GRAIN == 0 and size <= len(heap) * 8 - at)
+    return size
+
+
+@inlined
+def is_used(v: Any, heap: Any, at: Any) -> Any:
+    """Whether a trajectory has the extent that begins at byte `at`."""
+    slot = heap[at // 8 + SLOT]
+    require(slot < v.num_slots)
+    return slot >= 0 and v.state[slot] != FREE and v.generation[slot] == heap[at // 8 + GENERATION]
+
+
+@inlined
+def find_gap(v: Any, heap: Any, need: Any) -> Any:
+    """Where the next gap of at least `need` bytes begins, from the cursor on.
+
+    Gaps that follow one another are joined on the way.
+
+    Returns:
+        Its place; if there is none, the negative number of bytes of values that can be split over gaps.
+    """
+    split, head = 0, 0  # head: of the gap at the cursor, which one at the end of the search may take in
+    end, start = len(heap) * 8, heap[CURSOR]
+    require(start >= FIRST and start <= end and start % GRAIN == 0)
+    at, wrapped = start, False
+    while not (wrapped and at >= start):
+        if at == end:
+            at, wrapped = FIRST, True
+            continue
+        size = extent_size(heap, at)
+        following = at + size
+        if is_used(v, heap, at):
+            at = following
+            continue
+        while following < end and not is_used(v, heap, following):
+            if following == heap[CURSOR]:
+                heap[CURSOR] = at
+                fence()
+                split -= head
+            size += extent_size(heap, following)
+            heap[at // 8 + SIZE] = size
+            following = at + size
+        if size >= need:
+            return at
+        if size >= LEAST:
+            split += size - HEADER
+            head = size - HEADER if at == start else head
+        at = following
+    return -split
+
+
+@inlined
+def keep(heap: Any, gap: Any, at: Any, slot: Any, generation: Any) -> None:
+    """Give the bytes of a gap up to byte `at` to a slot."""
+    used, size = (at + GRAIN - 1) // GRAIN * GRAIN - gap, heap[gap // 8 + SIZE]
+    require(used <= size)
+    if size - used >= HEADER:
+        rest = (gap + used) // 8
+        heap[rest + SIZE] = size - used
+        heap[rest + SLOT] = -1
+    else:
+        used = size
+    fence()
+    heap[gap // 8 + SLOT] = -1
+    fence()
+    heap[gap // 8 + SIZE] = used
+    fence()
+    heap[gap // 8 + GENERATION] = generation
+    fence()
+    heap[gap // 8 + SLOT] = slot
+    heap[CURSOR] = gap + used
+
+
+@inlined
+def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any) -> Any:
+    """Give gaps that can together hold a value of `size` bytes to a slot; return where the first of them begins."""
+    first, last = -1, -1
+    while size > 0:
+        gap = find_gap(v, heap, LEAST)
+        require(gap > 0)
+        part = min(size, extent_size(heap, gap) - HEADER)
+        keep(heap, gap, gap + HEADER + part, slot, generation)
+        if last < 0:
+            first = gap
+        else:
+            heap[last // 8 + NEXT] = gap
+        last = gap
+        size -= part
+    return first
+
+
+@inlined
+def take_payload(
+    v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, offsets: Any, done: Any
+) -> Any:
+    """Find places for values of trajectories that are being written.
+
+    Values of a run lie one after another, as far as a gap reaches, and a run begins at a multiple of 16 bytes.
+
+    Args:
+        heap: int64, see the module. slots, generations: int64 [n], in state WRITING.
+        runs: int64 [R, 3], ascending: number of the trajectory, and first and end of its values in `sizes`.
+        sizes: int64 [V], bytes.
+        offsets: int64 [V], output: first byte of each, 0 of empty ones; negative: of the first extent of a split one.
+        done: int64 [1], values that have a place; a call that is SHORT is repeated with the same.
+
+    Returns:
+        DONE, or SHORT if the gaps are too small for the next value.
+    """
+    reclaim(v)
+    if heap[CURSOR] == 0:
+        heap[FIRST // 8 + SIZE] = len(heap) * 8 - FIRST
+        heap[FIRST // 8 + SLOT] = -1
+        fence()
+        heap[CURSOR] = FIRST
+    gap, at, limit, owner = -1, 0, 0, -1
+    for r in range(len(runs)):
+        if runs[r, END] <= done[0]:
+            continue
+        if gap >= 0 and runs[r, TRAJECTORY] != owner:
+            keep(heap, gap, at, slots[owner], generations[owner])
+            gap = -1
+        owner = runs[r, TRAJECTORY]
+        at = (at + GRAIN - 1) // GRAIN * GRAIN
+        for i in range(max(runs[r, BEGIN], done[0]), runs[r, END]):
+            size = sizes[i]
+            require(size >= 0)
+            offsets[i] = 0
+            if size > 0 and (gap < 0 or at + size > limit):
+                if gap >= 0:
+                    keep(heap, gap, at, slots[owner], generations[owner])
+                gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN)
+                if gap <= 0 and -gap < size:
+                    return SHORT
+                if gap <= 0:
+                    gap, done[0] = -1, i + 1
+                    offsets[i] = -split_value(v, heap, size, slots[owner], generations[owner])
+                    continue
+                at, limit = gap + HEADER, gap + extent_size(heap, gap)
+            if size > 0:
+                offsets[i] = at
+                at += size
+            done[0] = i + 1
+    if gap >= 0:
+        keep(heap, gap, at, slots[owner], generations[owner])
+    return DONE

@@ -1,0 +1,74 @@
+"""Ragged values of batches on a GPU are those of batches on the CPU, whatever runs when."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dataset_common import on_host
+from streams.cuda import Cuda
+from streams.machine import Policy
+
+import gear_loader as gear
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
+DEVICE = torch.device("cuda", 1)
+PACKED = {"windows": gear.Whole(), "layout": "packed"}
+PADDED = {"windows": gear.Window(2), "sampler": gear.Prioritized()}
+
+
+def filled() -> gear.Table:
+    random = np.random.default_rng(0)
+    columns = {
+        "x": gear.Column(torch.int32, (None, 2)),
+        "text": gear.Column(str),
+        "y": gear.Column(torch.float32),
+    }
+    sizes = {"max_steps": 200, "max_trajectories": 20, "block_steps": 4}
+    table = gear.Table.create(columns, memory=gear.Memory(payload="64KiB"), **sizes)
+    for length in range(1, 12):
+        values = [random.integers(0, 9, (n, 2), dtype=np.int32) for n in random.integers(0, 20, length)]
+        table.add(
+            {"x": values, "text": ["z" * len(each) for each in values], "y": np.zeros(length, np.float32)}
+        )
+    return table
+
+
+def kept(batch: dict[str, Any]) -> dict[str, Any]:
+    """Copies, which the GPU makes when nothing refers to the batch any longer."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, dict(batch))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "copy"),
+    [(PADDED, "random", None), (PADDED, "latest", True), (PACKED, "random", True), (PACKED, "latest", None)],
+)
+def test_batches_are_those_of_the_cpu(options: dict[str, Any], policy: Policy, copy: bool | None) -> None:
+    def batches(device: Any) -> list[dict[str, Any]]:
+        table = filled()
+        ahead = gear.Prefetch(2, copy=copy)
+        dataset = gear.ReplayDataset(table, batch_size=4, device=device, prefetch=ahead, **options)
+        found = [kept(dataset.sample()) for _ in range(2)]
+        found += [kept(batch) for batch, _ in zip(dataset, range(4), strict=False)]
+        found = [on_host(batch) for batch in found]
+        del dataset
+        gc.collect()  # the iteration has ended
+        table.close()
+        return found
+
+    expected, cuda = batches("cpu"), Cuda(3, policy)
+    with cuda.installed():
+        found = batches(DEVICE)
+        cuda.threads.finish()
+        gc.collect()
+    cuda.check()
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert one["text"] == other["text"]
+        for part in ("values", "offsets"):
+            mine = getattr(one["x"], part)
+            torch.testing.assert_close(mine, getattr(other["x"], part), rtol=0, atol=0)
+        torch.testing.assert_close(one["index"], other["index"])

@@ -1,0 +1,468 @@
+"""Ragged columns: values of any length, in memory of their own that lives and dies with their trajectories."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from table_common import Died, Fragile, bury, mortal
+
+import gear_loader as gear
+from gear_loader.errors import CorruptTableError, LockTimeoutError, SchemaError, TableFullError
+from gear_loader.storage.payload import with_records
+from gear_loader.storage.schema import Schema
+
+COLUMNS = {
+    "tokens": gear.Column(torch.int64, (None,)),
+    "image": gear.Column(torch.uint8, (None, 3)),
+    "half": gear.Column(torch.bfloat16, (None,)),
+    "text": gear.Column(str),
+    "blob": gear.Column(bytes),
+    "reward": gear.Column(torch.float32),
+    "goal": gear.Column(str, per="trajectory"),
+    "scores": gear.Column(torch.float64, (None, 2), per="trajectory"),
+}
+LARGEST = 40  # rows of a value
+
+
+def table_of(payload: int | str = "256KiB", **options: Any) -> gear.Table:
+    sizes = {
+        "max_steps": 200,
+        "max_trajectories": 24,
+        "block_steps": 4,
+        "on_full": "evict_oldest",
+        "timeout": 0.2,
+    }
+    return gear.Table.create(COLUMNS, memory=gear.Memory(payload=payload), **{**sizes, **options})
+
+
+def trajectory(random: np.random.Generator, length: int, largest: int = LARGEST) -> dict[str, Any]:
+    """Lists of arrays and tensors, some not contiguous, some empty; a `Ragged`; a nested tensor; text."""
+    rows = random.integers(0, largest + 1, (5, length))
+    tokens = [random.integers(0, 99, 2 * n)[::2] for n in rows[0]]
+    halves = [torch.arange(n, dtype=torch.bfloat16) for n in rows[2]]
+    images = torch.from_numpy(random.integers(0, 255, (rows[1].sum(), 3), dtype=np.uint8))
+    offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(rows[1]))))
+    nested = length > 1 and torch.nested.nested_tensor(
+        [torch.tensor(each) for each in tokens], layout=torch.jagged
+    )
+    return {
+        "tokens": tokens if random.random() < 0.8 or not length > 1 else nested,
+        "image": gear.Ragged(images, offsets),
+        "half": tuple(halves),
+        "text": ["ä" * n for n in rows[3]],
+        "blob": [bytes(random.integers(0, 255, n * random.choice([1, 60]), dtype=np.uint8)) for n in rows[4]],
+        "reward": random.random(length, dtype=np.float32),
+        "goal": "z" * int(random.integers(0, largest + 1)),
+        "scores": random.random((int(random.integers(0, largest + 1)), 2)),
+    }
+
+
+def listed(value: Any) -> list[Any]:
+    if isinstance(value, gear.Ragged):
+        return value.tolist()
+    return list(value.unbind()) if isinstance(value, torch.Tensor) and value.is_nested else list(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, (str, bytes)):
+        return bool(one == other)
+    one, other = torch.as_tensor(one), torch.as_tensor(other)
+    return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+
+
+def check_trajectory(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name in COLUMNS:
+        if name in ("goal", "scores"):
+            assert same(found[name], expected[name]), name
+        else:
+            pairs = zip(listed(found[name]), listed(expected[name]), strict=True)
+            assert all(same(one, other) for one, other in pairs), name
+
+
+def check_batch(batch: gear.Batch, known: dict[int, Any], windows: dict[str, gear.Window]) -> None:
+    for row, index in enumerate(batch["index"].tolist()):
+        expected, anchor = known[index], int(batch["anchor"][row])
+        length = len(expected["reward"])
+        for name, window in windows.items():
+            values = listed(expected[window.column or name])
+            for place in range(window.length):
+                step = anchor + window.offset + place
+                if window.pad == "edge":
+                    step = min(max(step, 0), length - 1)
+                found = (
+                    batch[name][row, place]
+                    if isinstance(batch[name], gear.Ragged)
+                    else batch[name][row][place]
+                )
+                if 0 <= step < length:
+                    assert same(found, values[step])
+                else:
+                    assert len(found) == 0
+        assert batch["goal"][row] == expected["goal"]
+        assert same(batch["scores"][row], expected["scores"])
+
+
+def test_adding_removing_and_evicting_beside_readers() -> None:
+    act(7, "evict_oldest", 12_000, 25)
+
+
+@pytest.mark.long
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["evict_oldest", "evict_lowest_priority"]),
+    st.integers(9_000, 60_000),
+)
+def test_many_histories(seed: int, on_full: Any, payload: int) -> None:
+    act(seed, on_full, payload, 60)
+
+
+def act(seed: int, on_full: Any, payload: int, count: int) -> None:
+    """What is live is as it was added, whatever left meanwhile; batches, packed and padded, are as trajectories are."""
+    random, known = np.random.default_rng(seed), dict[int, Any]()
+    windows = {"tokens": gear.Window(3, -1), "now": gear.Window(2, 0, pad="edge", column="image")}
+    windows |= {"text": gear.Window(2), "half": gear.Window(1)}
+    with table_of(payload, on_full=on_full) as table:
+        once = {"goal": None, "scores": None}
+        dataset = gear.ReplayDataset(table, batch_size=5, device="cpu", windows={**windows, **once})
+        packed = gear.ReplayDataset(table, batch_size=3, device="cpu", windows=gear.Whole(), layout="packed")
+        tickets = []
+        for _ in range(count):
+            what = random.random()
+            if what < 0.15 and known:
+                table.remove(next(iter(known)))
+            elif what < 0.25:
+                tickets.append(table._engine.reader().begin_read())
+            elif what < 0.4 and tickets:
+                tickets.pop().end()
+            else:
+                new = [trajectory(random, int(n)) for n in random.integers(1, 9, random.integers(1, 3))]
+                try:
+                    slots = table.extend(
+                        new if random.random() < 0.5 else iter(new), priority=random.random(len(new))
+                    )
+                except (SchemaError, TableFullError):
+                    pass
+                except LockTimeoutError:
+                    if not tickets:
+                        raise
+                else:
+                    known.update(zip(slots.tolist(), new, strict=True))
+            table.check_valid()
+            live = set(table.indices().tolist())
+            assert live <= set(known)
+            known = {slot: known[slot] for slot in known if slot in live}
+            for slot in live:
+                check_trajectory(table[slot], known[slot])
+            if live:
+                check_batch(dataset.sample(), known, windows)
+                batch = packed.sample()
+                for row, index in enumerate(batch["index"].tolist()):
+                    begin, end = batch["cu_seqlens"][row : row + 2].tolist()
+                    pairs = zip(range(begin, end), listed(known[index]["image"]), strict=True)
+                    assert all(same(batch["image"][at], value) for at, value in pairs)
+                    assert batch["text"][begin:end] == known[index]["text"]
+                index = random.permutation(sorted(live))[:3]
+                check_batch(
+                    table.gather(index, np.zeros_like(index), windows=dataset.windows), known, windows
+                )
+        for ticket in tickets:
+            ticket.end()
+        table.clear()
+        assert len(table.extend([trajectory(random, 4, 5) for _ in range(4)])) == 4
+        table.check_valid()
+
+
+def test_a_death_at_every_store_leaves_extents_that_are_whole() -> None:
+    """Of a process that gives values their places, in gaps of several trajectories that left and around the end."""
+    random, deaths = np.random.default_rng(3), 0
+    for stores in itertools.count():
+        with table_of(9_000) as table:
+            slots = [table.add(trajectory(random, 3, 12)) for _ in range(6)]
+            known = {slot: table[slot] for slot in slots}
+            for slot in (slots[1], slots[2], slots[4]):
+                table.remove(slot)
+                del known[slot]
+            new, payload = with_records(
+                Schema(COLUMNS), [trajectory(random, 4, 20), trajectory(random, 2, 9)]
+            )
+            died = False
+            try:
+                with mortal(table, stores) as index:
+                    taken, _ = index.begin(np.array([4, 2]), evict=0)
+                    heap = table._engine.region.payload().view(Fragile)
+                    index.place_payload(
+                        heap, payload, taken, index.arrays.generation[taken], evict=0, wait=False
+                    )
+            except Died:
+                died, deaths = True, deaths + 1
+            bury(table)
+            table.check_valid()
+            for slot, expected in known.items():
+                check_trajectory(table[slot], expected)
+            table.clear()
+            new = [trajectory(random, 3, 12) for _ in range(5)]
+            for slot, expected in zip(table.extend(new), new, strict=True):
+                check_trajectory(table[int(slot)], expected)
+            table.check_valid()
+        if not died:
+            break
+    assert deaths > 50
+
+
+def _write(name: str) -> None:
+    random = np.random.default_rng(os.getpid())
+    with gear.Table.attach(name) as table:
+        while True:
+            table.extend([trajectory(random, int(n)) for n in random.integers(1, 9, 2)])
+
+
+def test_killed_writers_leave_a_table_that_goes_on() -> None:
+    random, context = np.random.default_rng(5), multiprocessing.get_context("fork")
+    with table_of(30_000, name=f"ragged-{os.getpid()}", timeout=20) as table:
+        try:
+            table.add(trajectory(random, 3))  # compiles what the children take
+            windows = {"image": gear.Window(2), "text": gear.Window(1)}
+            dataset = gear.ReplayDataset(table, batch_size=8, device="cpu", windows=windows)
+            for _ in range(4):
+                child = context.Process(target=_write, args=(table.name,), daemon=True)
+                child.start()
+                end = time.monotonic() + 0.1 + random.random() / 5
+                while time.monotonic() < end:
+                    batch = dataset.sample()
+                    assert {len(set(text[0])) for text in batch["text"]} <= {0, 1}
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGKILL)
+                child.join()
+                new = trajectory(random, 8)
+                check_trajectory(table[table.add(new)], new)
+                bury(table)
+                table.check_valid()
+        finally:
+            table.unlink()
+
+
+def test_batches_are_whole_while_others_evict() -> None:
+    """Each value is filled with its length."""
+    columns = {"x": gear.Column(torch.int32, (None,))}
+    options: dict[str, Any] = {
+        "max_steps": 400,
+        "max_trajectories": 64,
+        "block_steps": 4,
+        "on_full": "evict_oldest",
+    }
+    stop = threading.Event()
+
+    def filled(random: np.random.Generator) -> dict[str, Any]:
+        return {"x": [np.full(n, n, dtype=np.int32) for n in random.integers(0, 200, random.integers(1, 9))]}
+
+    with gear.Table.create(columns, memory=gear.Memory(payload=40_000), **options) as table:
+        table.add(filled(np.random.default_rng(0)))
+
+        def write() -> None:
+            random = np.random.default_rng(1)
+            while not stop.is_set():
+                table.add(filled(random))
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            for layout, windows in (("padded", gear.Window(3)), ("packed", gear.Whole())):
+                given: dict[str, Any] = {"windows": windows, "layout": layout, "batches_per_epoch": 40}
+                dataset = gear.ReplayDataset(table, batch_size=16, device="cpu", **given)
+                for batch in dataset:
+                    lengths = batch["x"].lengths.flatten()
+                    assert (batch["x"].values == lengths.repeat_interleave(lengths)).all()
+        finally:
+            stop.set()
+            thread.join()
+        table.check_valid()
+
+
+def test_a_ragged_value_as_a_batch_has_it() -> None:
+    values, offsets = torch.arange(10).view(5, 2), torch.tensor([0, 2, 2, 5, 5])
+    ragged = gear.Ragged(values, offsets, (2, 2))
+    assert (len(ragged), ragged.lengths.tolist()) == (2, [[2, 0], [3, 0]])
+    assert ragged[1, 0].tolist() == ragged[-1, -2].tolist() == values[2:].tolist()
+    assert [[each.tolist() for each in row] for row in ragged.tolist()] == [
+        [values[:2].tolist(), []],
+        [values[2:].tolist(), []],
+    ]
+    padded = ragged.padded(value=-1)
+    assert padded.shape == (2, 2, 3, 2)
+    assert padded[0, 0].tolist() == [[0, 1], [2, 3], [-1, -1]]
+    assert (ragged.padded(1)[1, 0] == values[2:3]).all()
+    assert ragged.nested().offsets().tolist() == offsets.tolist()
+    assert ragged.nested().values().data_ptr() == values.data_ptr()
+    mapped: Any = torch.utils._pytree.tree_map(lambda part: part + 0, {"x": ragged})
+    assert mapped["x"].shape == (2, 2)
+    assert mapped["x"].to("cpu", non_blocking=True).values.tolist() == values.tolist()
+    with pytest.raises(IndexError, match=r"Value 3 was asked for; expected 2 indices inside \[2, 2\]"):
+        ragged[3]
+    with pytest.raises(
+        SchemaError, match=r"offsets torch.int64 \[2\] and shape \[1\] were received; expected offsets"
+    ):
+        gear.Ragged(values, torch.tensor([0, 4]))
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    (
+        "tokens",
+        torch.arange(3),
+        r"Column 'tokens' of trajectory 0 is .*; expected a list of arrays \[n\], one for",
+    ),
+    (
+        "tokens",
+        [np.arange(3.0)] * 2,
+        r"trajectory 0, step 0, is float64 \[3\]; expected .* torch.int64 and shape \[n\]",
+    ),
+    (
+        "image",
+        [np.zeros((3, 3), np.uint8), np.zeros((3, 2), np.uint8)],
+        r"step 1, is uint8 \[3, 2\]; expected",
+    ),
+    ("half", [np.zeros(2, np.float32)] * 2, r"step 0, is float32 \[2\]; expected .* torch.bfloat16"),
+    ("text", ["a", b"b"], "Column 'text' of trajectory 0 is b'b'; expected a list of str, one for each step"),
+    ("blob", "ab", "Column 'blob' of trajectory 0 is 'ab'; expected a list of bytes, one for each step"),
+    ("goal", ["a"], r"Column 'goal' of trajectory 0 is \['a'\]; expected a str"),
+    ("text", ["a"], "columns of uneven lengths: .*'text': 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_values_that_are_refused(name: str, value: Any, message: str) -> None:
+    with table_of() as table:
+        with pytest.raises(SchemaError, match=message):
+            table.add({**trajectory(np.random.default_rng(0), 2), name: value})
+        assert len(table) == 0
+        table.check_valid()
+
+
+def test_what_does_not_go_with_them(tmp_path: Any) -> None:
+    ragged, fixed = gear.Column(torch.int64, (None,)), gear.Column(torch.float32)
+    for wrong in ({"late": True}, {"mutable": True}, {"cast": True}, {"final": True}):
+        with pytest.raises(
+            SchemaError, match=f"{next(iter(wrong))}=True; expected none of final, cast, late and mut"
+        ):
+            gear.Column(str, **wrong)
+    sizes: dict[str, Any] = {"max_steps": 9, "max_trajectories": 9}
+    with pytest.raises(
+        SchemaError, match=r"The columns \['x'\] are ragged, and Memory payload is None; expected"
+    ):
+        gear.Table.create({"x": ragged}, **sizes)
+    with pytest.raises(SchemaError, match="Memory payload is 100, and no column is ragged; leave it out"):
+        gear.Table.create({"x": fixed}, memory=gear.Memory(payload=100), **sizes)
+    with pytest.raises(
+        SchemaError, match=r"are ragged, and \['y'\] have final=True; expected a table with one of"
+    ):
+        gear.Schema({"x": ragged, "y": gear.Column(torch.float32, final=True)})
+    with pytest.raises(SchemaError, match="a table with disk takes columns of a fixed shape only"):
+        gear.Table.create({"x": ragged}, memory=gear.Memory(payload=1000), disk=gear.Disk(tmp_path), **sizes)
+    assert not list(tmp_path.iterdir())
+    with table_of() as table:
+        calls: list[Any] = [table.writer, lambda: table.writers(2), table.serve, lambda: table.save(tmp_path)]
+        calls += [lambda: table.extend({}, lengths=[1]), lambda: gear.distributed.Shards(table)]
+        for call in calls:
+            with pytest.raises(SchemaError, match=r"are ragged; .* columns of a fixed shape only"):
+                call()
+        table.add(trajectory(np.random.default_rng(0), 3))
+        for options in (
+            {"windows": gear.Whole()},
+            {"windows": gear.Whole(), "layout": "jagged"},
+            {"windows": gear.Window(2), "output": "tensordict"},
+        ):
+            with pytest.raises(
+                SchemaError, match=r"read ragged columns, with layout=.* expected layout='packed'"
+            ):
+                gear.ReplayDataset(table, batch_size=1, device="cpu", **options)
+        with pytest.raises(
+            SchemaError, match="reads a ragged column, as a part of an NStep or with dtype or scale"
+        ):
+            table.gather([0], windows={"tokens": gear.Window(1, dtype=torch.float32)})
+        with pytest.raises(
+            SchemaError, match=r"out was given, and the windows \['tokens'\] read ragged columns"
+        ):
+            table.gather([0], windows={"tokens": gear.Window(1)}, out={"tokens": torch.zeros(1)})
+
+
+def test_what_is_too_large_changes_nothing() -> None:
+    with table_of(4096, on_full="error") as table:
+        small, large = (
+            {**trajectory(np.random.default_rng(1), 1, 1), "blob": [bytes(n)]} for n in (1500, 4096)
+        )
+        with pytest.raises(
+            SchemaError, match=r"The ragged values of 1 trajectories take 4,\d+ bytes; this table has 4,096"
+        ):
+            table.add(large)
+        slot = table.add(small)
+        table.add(small)
+        with pytest.raises(TableFullError, match=r"What is full is the memory of ragged values, 4,096 bytes"):
+            table.add(small)
+        assert len(table) == 2
+        table.check_valid()
+        table.remove(slot)
+        check_trajectory(table[table.add(small)], small)
+
+
+def test_gaps_are_joined_across_the_place_where_a_search_begins() -> None:
+    def blob(count: int) -> dict[str, Any]:
+        return {**trajectory(np.random.default_rng(1), 1, 0), "blob": [bytes(count)]}
+
+    with table_of(4096, on_full="error") as table:
+        _, second, third = (table.add(blob(1000)) for _ in range(3))
+        table.remove([second, third])  # the search goes on behind the third
+        with pytest.raises(TableFullError):
+            table.add(blob(3200))
+        table.check_valid()
+        table.add(blob(2800))
+        table.check_valid()
+
+
+def test_values_are_split_over_gaps() -> None:
+    def blobs(*counts: int) -> dict[str, Any]:
+        random = np.random.default_rng(1)
+        return {**trajectory(random, len(counts), 0), "blob": [random.bytes(n) for n in counts]}
+
+    with table_of(12_000, on_full="error") as table:
+        slots = [table.add(blobs(1000)) for _ in range(11)]
+        table.remove(slots[1::2])
+        with pytest.raises(TableFullError):
+            table.add(blobs(5600))
+        table.check_valid()
+        new = blobs(300, 3000, 0, 600)
+        index = table.add(new)
+        table.check_valid()
+        check_trajectory(table[index], new)
+        batch = table.gather([index, slots[0]], [1, 0], windows={"blob": gear.Window(3)})
+        assert batch["blob"] == [[*new["blob"][1:]], [blobs(1000)["blob"][0], b"", b""]]
+        heap, at = table._engine.region.payload(), 8
+        while at < len(heap):
+            if heap[at + 1] == index:
+                heap[at + 3] = 1 << 40  # the next part of a value
+            at += int(heap[at]) // 8
+        with pytest.raises(CorruptTableError, match="corrupt index"):
+            table[index]
+
+
+def test_a_schema_keeps_them() -> None:
+    schema = gear.Schema(COLUMNS)
+    assert gear.Schema.from_json(schema.to_json()) == schema
+    assert repr(schema["image"]) == "Column(dtype=torch.uint8, shape=(None, 3))"
+    assert repr(schema["goal"]) == "Column(str, per='trajectory')"
+    for wrong in ([["x", "int8", [None], "str"]], [["x", "uint8", [3, None]]]):
+        with pytest.raises(SchemaError, match="was received; expected"):
+            gear.Schema.from_json(wrong)
+    with table_of(name=f"ragged-kept-{os.getpid()}") as table, gear.Table.attach(str(table.name)) as other:
+        assert other.schema == schema
+        table.unlink()
