@@ -9,9 +9,7 @@ import functools
 import gc
 import itertools
 import json
-import linecache
 import os
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -34,9 +32,7 @@ from gear_loader.dataset import replay_dataset
 from gear_loader.errors import GpuError, TableClosedError
 from gear_loader.selection import prioritized_cuda
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
-from gear_loader.storage.counters import NUM_SAMPLED
 from gear_loader.storage.operations.view import READING
-from gear_loader.storage.reader import TableReader
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
@@ -325,72 +321,6 @@ def test_an_interrupt_while_a_graph_is_built_leaves_nothing_of_it(monkeypatch: p
             compare(number, batch, expected)
         del data
         gc.collect()
-    cuda.check()
-
-
-def test_an_interrupt_at_any_line_of_a_batch_that_one_call_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next batches are right, no ticket stays, and rows are counted as drawn once for each batch."""
-    cuda, queued, lines, left = Cuda(0, "latest"), 0, 0, 0
-    queue_inline = TableReader.queue_inline
-
-    def counted(self: Any, *given: Any) -> bool:
-        nonlocal queued
-        done = queue_inline(self, *given)
-        queued += done
-        return done
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if "gear_loader" not in frame.f_code.co_filename:
-            return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        # Python raises nothing between a block and the end of its lock, but tells of a line there.
-        if event == "line" and not line.startswith("with "):
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    def run(table: gear.Table) -> None:
-        nonlocal left, lines
-        counters, steps = table._engine.region.array("counters"), torch.arange(2, device="cpu")
-        data = gear.ReplayDataset(
-            table, batch_size=4, windows={"number": gear.Window(2)}, device="cuda:1", seed=3
-        )
-
-        def right() -> None:
-            batch = {name: on_host(value) for name, value in data.sample().items()}
-            # The table has not changed: a trajectory's slot is its number.
-            found = 100 * batch["index"][:, None] + batch["anchor"][:, None] + steps
-            assert torch.equal(batch["number"], torch.where(batch["mask"]["number"], found, 0))
-
-        for _ in range(10):
-            right()
-        ended = False
-        while not ended:
-            lines += 1
-            left, before = lines, queued
-            sys.settrace(trace)
-            try:
-                data.sample()
-                ended = True
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
-            assert queued - before <= 1
-            drawn = int(counters[NUM_SAMPLED])
-            right()
-            assert int(counters[NUM_SAMPLED]) == drawn + 4
-
-    monkeypatch.setattr(TableReader, "queue_inline", counted)
-    with cuda.installed(), made_table() as table:
-        run(table)
-        gc.collect()
-        cuda.threads.finish()
-        assert not (table._engine.region.array("readers")[:, READING] > 0).any()
-    assert lines > 60
-    assert queued > lines // 2
     cuda.check()
 
 
