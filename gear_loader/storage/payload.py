@@ -155,7 +155,12 @@ def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, 
         found = shown(given if items is None or wrong is None else items[wrong])
         expected = f"{'a' if once else 'a list of'} {kind}{'' if once else ', one for each step'}"
         raise SchemaError(f"{what} is {found}; expected {expected}.")
-    pieces = [item.encode() if kind == "str" else bytes(item) for item in items]
+    try:
+        pieces = [item.encode() if kind == "str" else bytes(item) for item in items]
+    except UnicodeEncodeError as error:
+        raise SchemaError(
+            f"{what} has {shown(error.object)}; expected text that UTF-8 can encode, without surrogates."
+        ) from None
     rows: Array = np.array([len(piece) for piece in pieces], dtype=np.int64)
     data: Array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
     return rows, data.ctypes.data + np.cumsum(rows) - rows, data
@@ -218,7 +223,11 @@ class PayloadReader:
         )
         self._check(int(read_values(self._base, self._end, records, row_bytes, memory.data_ptr())))
         if values.kind != "array":
-            return texts(memory.numpy(), places, values.kind, shape)
+            try:
+                return texts(memory.numpy(), places, values.kind, shape)
+            except UnicodeDecodeError:
+                self._check(1)
+                raise
         return Ragged._of(memory, offsets, shape)
 
 
@@ -228,6 +237,13 @@ def check_payload(region: Region, index: IndexArrays) -> None:
     Raises:
         AssertionError: the message says where.
     """
+    try:
+        _check_payload(region, index)
+    except IndexError as error:
+        raise AssertionError("an extent of ragged values, or a record of one, is invalid") from error
+
+
+def _check_payload(region: Region, index: IndexArrays) -> None:
     heap = region.payload()
     if not len(heap) or not heap[CURSOR]:
         return
