@@ -673,5 +673,7 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, name, _Kernel(cuda, name, getattr(module, name)))
         for name in names:
             patch.setattr(module, name, getattr(launchers, name))
-    patch.setattr(neighbors, "neighbors_kernel", _Kernel(cuda, "neighbors_kernel"))
+    patch.setattr(
+        neighbors, "neighbors_kernel", _Kernel(cuda, "neighbors_kernel", neighbors.neighbors_kernel)
+    )
     patch.setattr(neighbors, "draw", launchers.draw_neighbors)
