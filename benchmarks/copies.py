@@ -88,7 +88,7 @@ def row_copies(rows: QueueRows, i: int) -> Copy:
     blocks, steps = block_ids.reshape(-1), rows.table._engine.region.layout.block_steps
     parts: list[list[Array]] = [[], [], []]
     for name, window in rows.windows.items():
-        column, out = rows.table._engine.region.blocks(name), rows.buffers[i % 2].batch[name]
+        column, out = rows.table._engine.region.blocks(name).numpy(), rows.buffers[i % 2].batch[name]
         assert not rows.table._engine.region.layout.columns[name].is_packed
         step_bytes = rows.table.schema[name].step_bytes
         first = anchors + window.offset

@@ -12,8 +12,8 @@ from benchmarks.harness import Incorrect, Variant
 from gear_loader import Table
 
 YARDSTICK = "cudaMemcpyAsync"
-FILLERS = 4
-"""Fills of 1 GiB, a third of a millisecond each on a H100, in which the host queues both sides of `Engine.beside`."""
+PAUSE = 600_000
+"""Cycles, a third of a millisecond on a H100, in which the host queues the rest: the GPU must not wait for it."""
 
 Launch = Callable[[], None]
 
@@ -25,14 +25,11 @@ class CudaEngine:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)
         self._side = torch.cuda.Stream(self.device)
-        self._urgent = torch.cuda.Stream(self.device, priority=-1)
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._filler = torch.empty(1 << 30, dtype=torch.uint8, device=self.device)
 
     def timed(self, work: Launch) -> float:
         """Seconds on the device from before what `work` queues until after it."""
-        # Some tenths of a millisecond in which the host queues the rest: the GPU must not wait for it in between.
-        self._filler.zero_()
+        torch.cuda._sleep(PAUSE)
         self._begin.record()
         work()
         self._end.record()
@@ -58,21 +55,15 @@ class CudaEngine:
         with torch.cuda.stream(self._side):
             yield self._side.cuda_stream
 
-    def beside(
-        self, work: Launch, load: Launch, count: int, *, urgent: bool = False
-    ) -> tuple[float, list[float]]:
-        """Queue `work` and, on another stream, `load` `count` times; `work` starts when the first of these ends.
-
-        urgent: whether the other stream has a higher priority.
-        """
-        side = self._urgent if urgent else self._side
+    def beside(self, work: Launch, load: Launch, count: int) -> tuple[float, list[float]]:
+        """Queue `work` and, on another stream, `load` `count` times; `work` starts when the first of these ends."""
+        side = self._side
         origin = torch.cuda.Event(enable_timing=True)  # before all others, so that no time is negative
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         main = torch.cuda.current_stream()
         torch.cuda.synchronize()
         origin.record()
-        for _ in range(FILLERS):
-            self._filler.zero_()
+        torch.cuda._sleep(4 * PAUSE)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             for mark in marks:
@@ -135,7 +126,7 @@ class Copies:
     def of_table(cls, engine: Engine, table: Table, count: int) -> Copies:
         """Out of a table's own memory, which is registered with CUDA rather than allocated by it."""
         largest = max(table.schema, key=lambda name: table.schema[name].step_bytes)
-        source = torch.from_numpy(table._engine.region.blocks(largest)).view(-1).view(torch.int64)
+        source = table._engine.region.blocks(largest).view(-1).view(torch.int64)
         name, bounds = f"{YARDSTICK}, table", table._engine.region.pinned_bounds
         return cls(engine, source, min(count, len(source) * 4), name, bounds=bounds)
 

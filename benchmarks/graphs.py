@@ -47,14 +47,47 @@ class Data:
 def ours(data: Data, table: gear.Table, fanouts: list[int], threads: int) -> Way:
     """`NeighborSampler` and `Features`."""
     graph = gear.graph.Graph.from_edge_index(data.edge_index, num_nodes=data.num_nodes)
-    sampler, features = gear.graph.NeighborSampler(graph, fanouts, threads=threads), gear.Features(table, "x")
+    return _of(gear.graph.NeighborSampler(graph, fanouts, threads=threads), gear.Features(table, "x"))
+
+
+def _of(sampler: Any, features: gear.Features) -> Way:
+    """What a sampler draws, with features, all on the features' device."""
     steps = iter(range(1 << 62))
 
     def sample(seeds: np.ndarray) -> Sampled:
         found = sampler.sample(seeds, step=next(steps))
-        return found.n_id, found.edge_index, features[found.n_id]
+        x = features[found.n_id]
+        return found.n_id.to(x.device), found.edge_index.to(x.device), x
 
     return sample
+
+
+def on_device(data: Data, table: gear.Table, fanouts: list[int], device: torch.device) -> dict[str, Way]:
+    """Samplers of the CPU and of the GPU, with features by zero copy, and what a router makes of both; and plain torch
+    on the CPU, copied to the GPU."""
+    graph = gear.graph.Graph.from_edge_index(data.edge_index, num_nodes=data.num_nodes)
+    features = gear.Features(table, "x", device=device)
+    by_cpu = _of(gear.graph.NeighborSampler(graph, fanouts), features)
+    by_gpu = _of(gear.graph.DeviceSampler(graph, fanouts, device=device), features)
+    plain_way = plain(data, fanouts)
+
+    def copied(seeds: np.ndarray) -> Sampled:
+        nodes, edges, x = plain_way(seeds)
+        return nodes.to(device), edges.to(device), x.to(device)
+
+    def until_done(way: Way) -> Way:
+        def sample(seeds: np.ndarray) -> Sampled:
+            found = way(seeds)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return found
+
+        return sample
+
+    sizes = gear.graph.sampled_size(graph, fanouts)
+    router = gear.graph.Router(until_done(by_cpu), until_done(by_gpu), sizes, repeats=3)
+    ways = {"plain torch": copied, "ours, sampled by the CPU": by_cpu, "ours, sampled by the GPU": by_gpu}
+    return {**{name: until_done(way) for name, way in ways.items()}, "ours, routed": router}
 
 
 def plain(data: Data, fanouts: list[int]) -> Way:
@@ -121,7 +154,7 @@ def use_sampler_of_peer(folder: Path | None) -> None:
 
 def check(data: Data, way: Way, fanouts: list[int], seeds: np.ndarray) -> None:
     """Raise Incorrect unless a result is a sampled neighbourhood of the seeds, with its features."""
-    nodes, edges, x = way(seeds)
+    nodes, edges, x = (part.cpu() for part in way(seeds))
     if not np.array_equal(nodes[: len(seeds)].numpy(), seeds) or len(nodes.unique()) < len(nodes):
         raise Incorrect("the nodes are not the seeds and others, each once")
     if not torch.equal(x, data.x[nodes]):

@@ -124,13 +124,19 @@ class Data:
         return {n: v.view(workload.trajectories, workload.steps, *v.shape[1:]) for n, v in self.flat.items()}
 
     def table(
-        self, block_steps: int, *, packed: bool | str = "auto", name: str | None = None, **options: Any
+        self,
+        block_steps: int,
+        *,
+        packed: bool | str = "auto",
+        name: str | None = None,
+        device: torch.device | None = None,
+        **options: Any,
     ) -> gear.Table:
         """A table of these trajectories, in their order, without spare room; private unless it gets a name.
 
         Args:
             packed: as for `Table.create`; False where the gather kernel is launched by itself, without the split of
-                records. options: of `Table.extend`.
+                records. device: in whose memory the blocks lie. options: of `Table.extend`.
         """
         workload = self.workload
         lengths = np.full(workload.trajectories, workload.steps)
@@ -140,6 +146,7 @@ class Data:
             max_trajectories=workload.trajectories,
             block_steps=block_steps,
             name=name,
+            device=device,
             memory=gear.Memory(max_blocks=gear.Table.required_blocks(lengths, block_steps), packed=packed),
         )
         table.extend(self.stacked, lengths=lengths, **options)

@@ -85,18 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): not enforced, pytest-timeout is not installed")
 
 
-# What processes need that tests start with multiprocessing's fork server: loaded once, in the server. A test module
-# that is not collected is not found there, and then not needed.
-PRELOADED = [
-    *(
-        "pytest",
-        "gear_loader.dataset",
-        "gear_loader.distributed.shard_source",
-        "gear_loader.transport.client",
-    ),
-    *("distributed_common", "table_common", "test_processes"),
-]
-multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+# Loaded once, in the fork server, and not in each process that tests start with it. It runs in the repository's root.
+multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
 
 
 def pytest_collection_finish() -> None:

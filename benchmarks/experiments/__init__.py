@@ -55,9 +55,11 @@ transitions | cpu | SB3, TorchRL, cpprb, Tianshou |
     drawing single transitions and appending steps, uniformly and by priority
 simulator | cpu, cuda | |
     writing the steps of a simulator, on the GPU that it runs on
+device | cuda | |
+    what a batch on a GPU costs the host and the GPU, part by part
 packed | cpu, cuda | |
     packed batches of sequences of uneven length, by a budget of tokens
-graph | cpu | |
+graph | cpu, cuda | |
     neighbour sampling with features, and serving a GraphSAGE, beside PyG and plain torch
 learn | cpu | SB3 |
     DQN and SAC of Stable-Baselines3, with its replay buffer or ours

@@ -8,7 +8,11 @@ asks for, the right features.
 
 Serving: requests for one node each come at random times in this process, and are batched by `RequestBatcher`, sampled,
 gathered and classified, by the same model for all ways. The rate is raised until the 99th percentile of the latency,
-counted from when a request was due, passes 50 ms; the latency is that at half of the highest rate that kept it.
+counted from when a request was due, passes 50 ms; the latency is that at half of the highest rate that kept it, and at
+half of the lowest of these rates, in turn.
+
+With ``--device cuda`` batches end on the GPU: sampled by the CPU or by the GPU, with features by zero copy, or as a
+router chooses; beside plain torch on the CPU, copied. No serving and no caches then.
 
 Caches: the reads of single requests, by (rank + 1) ** -0.9, that a cache of a tenth of the rows serves, and the bytes
 that a request reads past it, if its rows are chosen by access probability, by out-degree, by what is read (an oracle),
@@ -65,22 +69,29 @@ def command(
     seconds: Annotated[float, typer.Option(min=0.1, help="Of load at each rate.")] = 2.0,
 ) -> None:
     """Neighbour sampling with features, and serving, beside PyG and plain torch."""
-    graphs.use_sampler_of_peer(session.peers)
+    if not session.cuda:
+        graphs.use_sampler_of_peer(session.peers)
     size, degree, width = nodes or (3000 if session.quick else 117_000), 7, 64
     session.configure(nodes=size, degree=degree, features=width, fanouts=FANOUTS)
     data = Data.of(size, degree, width, seed=1)
     schema = {"x": gear.Column(torch.float32, (width,))}
     with gear.Table.create(schema, max_steps=size, max_trajectories=1) as table:
         table.add({"x": data.x})
+        batches = QUICK_BATCHES if session.quick else BATCHES
+        if session.cuda:
+            device = torch.device("cuda", torch.cuda.current_device())
+            found = graphs.on_device(data, table, FANOUTS, device)
+            for batch in session.each("graph", batches, "{} seeds".format):
+                _sampling(session, data, found, batch)
+            return
         ways: dict[str, Way] = {
             "ours": graphs.ours(data, table, FANOUTS, 1),
             YARDSTICK: graphs.plain(data, FANOUTS),
         }
         if session.threads > 1:
             ways["ours, threads"] = graphs.ours(data, table, FANOUTS, session.threads)
-        if (found := session.attempt(PYG, functools.partial(graphs.pyg, data, FANOUTS))) is not None:
-            ways[PYG] = found
-        batches = QUICK_BATCHES if session.quick else BATCHES
+        if (peer := session.attempt(PYG, functools.partial(graphs.pyg, data, FANOUTS))) is not None:
+            ways[PYG] = peer
         for batch in session.each("graph", batches, lambda batch: f"{batch} seeds"):
             _sampling(session, data, ways, batch)
         _serving(session, data, ways, 0.3 if session.quick else seconds)
@@ -152,16 +163,28 @@ def _caching(session: Session, data: Data) -> None:
 
 def _serving(session: Session, data: Data, ways: dict[str, Way], seconds: float) -> None:
     model = Sage(data.x.shape[1]).eval()
-    rates, latencies = [], []
+    told, serves, best = ("graph", "serving"), {}, {}
     for name, way in ways.items():
-        serve = functools.partial(_served, model, way)
-        best = _highest(lambda rate, serve=serve: _p99(data, serve, rate, seconds), session.quick)  # type: ignore[misc]
-        told = ("graph", "serving")
-        rates.append(Amount(*told, "highest rate with p99 of 50 ms", name, [best], "requests/s"))
-        repeats = [_p99(data, serve, best / 2, seconds, seed) * 1e3 for seed in range(session.repeats)]
-        latencies.append(Amount(*told, "p99 at half of that rate", name, repeats, "ms", {"rate": best / 2}))
-    for amounts in (rates, latencies):
-        session.show_amounts([session.record(amount) for amount in amounts])
+        serves[name] = serve = functools.partial(_served, model, way)
+        best[name] = _highest(lambda rate, serve=serve: _p99(data, serve, rate, seconds), session.quick)  # type: ignore[misc]
+    rates = [
+        Amount(*told, "highest rate with p99 of 50 ms", name, [rate], "requests/s")
+        for name, rate in best.items()
+    ]
+    # A way that serves more has more to do at half of its own rate: so also at one that all of them keep, in turn.
+    for label, chosen in (
+        ("p99 at half of that rate", {name: rate / 2 for name, rate in best.items()}),
+        ("p99 at half of the lowest of these rates", dict.fromkeys(best, min(best.values()) / 2)),
+    ):
+        found: dict[str, list[float]] = {name: [] for name in best}
+        for seed in range(session.repeats):
+            for name, rate in chosen.items():
+                found[name].append(_p99(data, serves[name], rate, seconds, seed) * 1e3)
+        rates += [
+            Amount(*told, label, name, found[name], "ms", {"rate": rate}) for name, rate in chosen.items()
+        ]
+    for label in dict.fromkeys(amount.label for amount in rates):
+        session.show_amounts([session.record(amount) for amount in rates if amount.label == label])
 
 
 @torch.inference_mode()

@@ -6,8 +6,7 @@ time from the same cores. A step is forward, backward, optimizer, and waiting fo
 
 With ``--device cuda`` two kinds of training work are queued on one stream: products of two bf16 matrices, and steps of
 a small bf16 transformer on batches of W1. Beside each, on another stream and without a pause: nothing (the yardstick),
-the gather kernel on batches of W1 with a grid of p programs, on a stream of the work's priority or of a higher one, or
-the copy engine on pinned memory. `extras` of a row:
+the gather kernel on batches of W1 with a grid of p programs, or the copy engine on pinned memory. `extras` of a row:
 `slowdown`, time of the work over that of the work alone in the same turn; `gb_per_s`, what the loader moved meanwhile;
 `gb_per_s_alone`, what it moves by itself. A loader that ends before the work is given more to do, and the measurement
 is repeated. Then the same training steps fed by a loader, each on a batch of its own: `ReplayDataset`, and
@@ -120,15 +119,12 @@ def _step_seconds(feed: Feed, training: Training) -> float:
 class Sizes:
     """What to measure.
 
-    programs: sizes of the gather kernel's grid; shallow: with 32 KiB in flight in a program instead of 128; urgent: on
-    a stream of higher priority. load_bytes: of a
-    load: a few batches, or a copy. matrix, products: rows and columns of the matrices, and products of a measurement.
+    programs: sizes of the gather kernel's grid. load_bytes: of a load: a few batches, or a copy. matrix, products: rows
+    and columns of the matrices, and products of a measurement.
     width, layers, heads: of the transformer. steps: of it.
     """
 
     programs: tuple[int, ...] = (1, 2, 4, 8, 16)
-    shallow: tuple[int, ...] = (1, 2, 4, 8, 16)
-    urgent: tuple[int, ...] = (2,)
     batch: int = 256
     load_bytes: int = 32 << 20
     matrix: int = 8192
@@ -140,14 +136,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    programs=(1, 8, 132),
-    shallow=(8,),
-    urgent=(8,),
-    batch=64,
-    load_bytes=8 << 20,
-    matrix=4096,
-    products=8,
-    steps=4,
+    (1, 8), batch=8, load_bytes=1 << 20, matrix=256, products=4, width=32, layers=1, heads=2, steps=2
 )
 
 
@@ -165,8 +154,7 @@ class Work:
 
 @dataclasses.dataclass
 class Load:
-    """What goes on beside the work: `launch` queues it once, and moves so many `bytes`. refresh: gives it new rows.
-    urgent: whether on a stream of higher priority."""
+    """What goes on beside the work: `launch` queues it once, and moves so many `bytes`. refresh: gives it new rows."""
 
     name: str
     bytes: int
@@ -174,7 +162,6 @@ class Load:
     launch: Launch
     check: Callable[[], None]
     refresh: Callable[[], None] = lambda: None
-    urgent: bool = False
 
 
 def measured_on_gpu(
@@ -268,19 +255,14 @@ def _loads(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[
             rows.check(i)
             poison(rows.buffers[i % 2].batch)
 
-    def kernel(programs: int, urgent: bool = False, shared: int | None = None) -> Load:
-        queue = _queue(engine, [launch(rows, i, programs, shared) for i in range(count)])
-        name = (
-            f"kernel, {programs} programs" + ", high priority" * urgent + ", 32 KiB in flight" * bool(shared)
-        )
-        told = {"programs": programs, "high priority": urgent, "shared": shared}
-        return Load(name, rows.bytes * count, told, queue, check, rows.refresh, urgent)
+    def kernel(programs: int) -> Load:
+        queue = _queue(engine, [launch(rows, i, programs) for i in range(count)])
+        told = {"programs": programs}
+        return Load(f"kernel, {programs} programs", rows.bytes * count, told, queue, check, rows.refresh)
 
     copies = Copies.of_table(engine, table, sizes.load_bytes)
     copy = Load(YARDSTICK, copies.bytes, {}, copies.copy, copies.compare)
-    shallow = [kernel(programs, shared=64 << 10) for programs in sizes.shallow]
-    urgent = [kernel(programs, urgent=True) for programs in sizes.urgent]
-    return [*map(kernel, sizes.programs), *shallow, *urgent, copy]
+    return [*map(kernel, sizes.programs), copy]
 
 
 def moved(ends: Sequence[float], seconds: float) -> float:
@@ -321,9 +303,7 @@ class Pair:
 
     def _run(self) -> tuple[float, float]:
         while True:
-            seconds, ends = self._engine.beside(
-                self._work.launch, self._load.launch, self._count, urgent=self._load.urgent
-            )
+            seconds, ends = self._engine.beside(self._work.launch, self._load.launch, self._count)
             if ends[-1] >= seconds:
                 return seconds, moved(ends, seconds) * self._load.bytes / seconds
             if self._count >= MOST_LOADS:

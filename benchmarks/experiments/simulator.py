@@ -2,10 +2,10 @@
 
 All values of a step are there as one tensor a column, `[n, ...]`, 516 bytes an environment, on the CPU or, with
 ``--device cuda``, on the GPU. The yardstick is a ring of plain tensors on the same device, as FastTD3 has: one copy a
-column and step. Ours are ``Table.writers(n, chunk_steps=32, device=...)``; the same without chunks, where a mask on the
-device ends trajectories after 32 steps; and the writer without `device`, which takes the tensors too and copies them to
-the host first. On a GPU also a ring in pinned host memory. A measurement ends when all steps are in their place;
-`extras`: seconds of the host for a step, until then.
+column and step. Ours are ``Table.writers(n, chunk_steps=32, device=...)``; the same without chunks, where a mask on
+the device ends trajectories after 32 steps; and the writer without `device`, which takes the tensors too and copies
+them to the host first. On a GPU also a table in its memory, and a ring in pinned host memory. A measurement ends when
+all steps are in their place; `extras`: seconds of the host for a step, until then.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Stores:
                 max_trajectories=n * (CHUNKS + 3),
                 block_steps=CHUNK,
                 on_full="evict_oldest",
+                device=home,
             )
-            for _ in range(3)
+            for home in (None, None, None, *([device] if device.type == "cuda" else []))
         ]
 
     def _step(self, number: int) -> Rows:
@@ -92,7 +93,7 @@ class Stores:
 
     def variants(self) -> list[Variant]:
         """The yardstick, and the other ways."""
-        ours, episodes, host = self._tables
+        ours, episodes, host, *homes = self._tables
         with_device = ours.writers(self._n, chunk_steps=CHUNK, device=self._device)
         ending = episodes.writers(self._n, device=self._device)
         without = host.writers(self._n, chunk_steps=CHUNK)
@@ -104,7 +105,9 @@ class Stores:
             ),
             self._writer("ours, without device", without.append, lambda: None, host),
         ]
-        if self._device.type == "cuda":
+        for home in homes:
+            writer = home.writers(self._n, chunk_steps=CHUNK, device=self._device)
+            made.append(self._writer("ours, table on the device", writer.append, writer.commit, home))
             made.append(self._ring("ring in pinned memory", pinned=True))
         return made
 

@@ -180,9 +180,9 @@ class Memcpy(online.Subject):
 
     def open(self) -> None:
         column = max(self.spec["columns"], key=lambda name: np.prod(self.spec["columns"][name]))
-        part = np.array_split(_attached(self.address)._engine.region.blocks(column).reshape(-1), self.of)[
-            self.number
-        ]
+        part = np.array_split(
+            _attached(self.address)._engine.region.blocks(column).numpy().reshape(-1), self.of
+        )[self.number]
         self._memory = part
         one = sum(values[0].nbytes for values in self.stacked.values())
         self._arena = np.frombuffer(

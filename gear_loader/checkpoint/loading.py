@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from gear_loader.checkpoint.directory import Directory, open_to_load, readable
 from gear_loader.checkpoint.housekeeping import set_parent
@@ -20,6 +21,7 @@ from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.checkpoint.trajectory_records import Counters, rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.allocation import Claim
+from gear_loader.storage.device_memory import DeviceMemory
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Column, Schema
@@ -28,6 +30,8 @@ from gear_loader.storage.table_rules import OnFull
 from gear_loader.utils.arrays import Array, data_address
 
 _ATTEMPTS = 10
+IMAGE_BYTES = 256 << 20
+"""Blocks that are read at a time for a table on a GPU, in bytes, or those of one trajectory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,7 @@ class LoadOptions:
     progress: bool = False
     memory: int | str | None = None
     disk: Disk | None = None
+    device: str | torch.device | None = None
 
 
 class UnfitError(CheckpointError):
@@ -172,6 +177,7 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         on_full=rules.on_full if options.on_full is None else options.on_full,
         rate_limiter=rules.rate_limiter,
         limits=rules.limits,
+        device=options.device,
     )
     try:
         inside = None
@@ -263,13 +269,11 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
             _keep_versions(table, directory, part, slots)
             parts = [dataclasses.replace(part, records=part.records[inside], places=part.places[inside])]
         first_ids = np.cumsum(blocks) - blocks
-        reads = [
-            read
-            for part in parts
-            for segment in part.manifest.segments
-            for read in _reads(table, directory, part, segment, first_ids)
-        ]
-        read_columns(directory, reads, ids, progress=progress)
+        memory = table._engine.region.device_memory
+        if memory is None:
+            read_columns(directory, _all_reads(table, directory, parts, first_ids), ids, progress=progress)
+        else:
+            _fill_device(table, memory, directory, parts, first_ids, ids, progress=progress)
         loaded = index.commit_as(
             slots,
             records["priority"].copy(),
@@ -288,6 +292,51 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
     except BaseException:
         index.abort(claim.slots, generations=claim.generations)
         raise
+
+
+def _fill_device(
+    table: Table,
+    memory: DeviceMemory,
+    directory: Directory,
+    parts: list[Part],
+    first_ids: Array,
+    ids: Array,
+    *,
+    progress: bool,
+) -> None:
+    """Read trajectories into images of some blocks on the host, one after another, and these into the GPU's memory.
+
+    Args:
+        first_ids: as for `_reads`. ids: int32, the blocks of all trajectories.
+    """
+    size = table._engine.region.layout.block_bytes
+    ends, low = np.append(first_ids[1:], len(ids)), 0
+    while low < len(ends):
+        begin = int(first_ids[low])
+        high = max(low + 1, int(np.searchsorted(ends, begin + IMAGE_BYTES // size, "right")))
+        image: Array = np.zeros((int(ends[high - 1]) - begin) * size, dtype=np.uint8)
+        some = []
+        for part in parts:
+            which = (part.places >= low) & (part.places < high)
+            some.append(dataclasses.replace(part, records=part.records[which], places=part.places[which]))
+        reads = [
+            dataclasses.replace(read, place=memory.place_in(image, read.name))
+            for read in _all_reads(table, directory, some, first_ids - begin)
+        ]
+        blocks = ids[begin : int(ends[high - 1])]
+        read_columns(directory, reads, np.arange(len(blocks), dtype=np.int32), progress=progress)
+        memory.write_image(blocks, image)
+        low = high
+
+
+def _all_reads(table: Table, directory: Directory, parts: list[Part], first_ids: Array) -> list[ColumnRead]:
+    """`_reads` of all segments of some checkpoints."""
+    return [
+        read
+        for part in parts
+        for segment in part.manifest.segments
+        for read in _reads(table, directory, part, segment, first_ids)
+    ]
 
 
 def _reads(

@@ -83,9 +83,7 @@ class RowGather:
             self._reader = TierRows(source, reach, self.row_bytes)
         else:
             self._reader = StagedRows(lambda: source, source.schema, reach, self.row_bytes)
-        has_tier = isinstance(source, Table) and (
-            source._engine.has_tier or source._engine.device is not None
-        )
+        has_tier = isinstance(self._reader, TierRows) and self._reader.table._engine.has_tier
         self.tier = self._reader if has_tier else None
 
     def gather(

@@ -41,8 +41,8 @@ class RowSource(Protocol):
         """Whether `read` may wait for other processes, so that the training thread must not call it."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether it reads rows of this machine alone."""
+    def computes(self) -> bool:
+        """Whether n-step returns of all rows are computed where the rows are."""
 
     @property
     def tables(self) -> Sequence[Table]:
@@ -59,7 +59,7 @@ class RowSource(Protocol):
 class TableSource:
     """The rows of one table. The caller of `read` holds their read ticket."""
 
-    keys, waits, is_here = ROW_KEYS, False, True
+    keys, waits, computes = ROW_KEYS, False, True
 
     def __init__(self, table: Table) -> None:
         self.only = table
@@ -247,7 +247,7 @@ def collector_for(
         return PaddedLayout(tables[0].schema, windows, batch_size=batch_size, returns=returns, **options)
 
     host: Any = (PackedHost if packed else PaddedHost)(
-        layout("at once" if source.is_here else "after"),
+        layout("at once" if source.computes else "after"),
         pinned=on_gpu,
         only=None if here is not None else source.only,
     )

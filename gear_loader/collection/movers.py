@@ -99,6 +99,9 @@ class CudaMover(RowMover):
     Args:
         layout: of the batches. device: the GPU. tables: that it reads.
         programs: size of the kernels' grids, see `gear_loader.kernels.gather`.
+
+    Attributes:
+        follows: regions with blocks on the device: batches come after what is on its way there.
     """
 
     zero_copy = True
@@ -107,7 +110,7 @@ class CudaMover(RowMover):
         self, layout: Any, *, device: torch.device, programs: int | None, tables: Sequence[Table]
     ) -> None:
         self.layout, self._device, self._programs = layout, device, programs
-        self._regions = [table._engine.region for table in tables if table._engine.device is not None]
+        self.follows = [table._engine.region for table in tables if table._engine.device is not None]
         self.staging = Staging(pinned=device.type == "cuda")
 
     def run(self, buffers: Any, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
@@ -118,7 +121,7 @@ class CudaMover(RowMover):
         gpu.filled.synchronize()
         while gpu.parts:
             self.staging.give(gpu.parts.pop())
-        for region in self._regions:
+        for region in self.follows:
             if region.device_memory is not None:  # else it is closed
                 region.device_memory.follow(current_stream(self._device))
         graph = gpu.work.graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -125,6 +125,33 @@ OUTPUTS = {
 """What `Returns.out` has, [B] each."""
 
 
+class ReturnWindows(NamedTuple):
+    """The windows of one return that are computed where the rows are, instead of being delivered.
+
+    Attributes:
+        reward, done: names of the windows of `NStep.windows`. gamma: discount of a step.
+        next: names of the windows of ``next``, which have the one step to bootstrap from.
+    """
+
+    reward: str
+    done: str
+    gamma: float
+    next: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all windows."""
+        return self.reward, self.done, *self.next
+
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes of a row that the windows of rewards and ends are replaced by: the return and the discount."""
+        return {self.reward: 4, self.done: 4}
+
+    def mask_bytes(self) -> dict[str, int]:
+        """Bytes of a row that come in the place of their masks: whether there is a return, and its bootstrap step."""
+        return {self.reward: 1, self.done: 8}
+
+
 @dataclasses.dataclass(frozen=True)
 class Returns:
     """The tensors of one `NStep` in a batch's buffers, all on the same device.
@@ -202,7 +229,7 @@ class Returns:
             column[STEP_BYTES] = column[STEP_STRIDE] = source[0, 0].nbytes
             column[BLOCKS], column[FINAL] = len(source), 1
         columns[:2, FINAL] = 0  # `steps` says all
-        mark_returns(self.spec, 0, columns, [tensor.dtype for tensor in read])
+        mark_returns(self.spec.n, self.spec.gamma, 0, columns, [tensor.dtype for tensor in read])
         count, rows = len(anchors), np.arange(len(anchors))
         extent: Array = np.empty((count, 3), dtype=np.int64)
         extent[:, 0], extent[:, 1] = steps.sum(1), rows
@@ -212,10 +239,11 @@ class Returns:
         self.out["bootstrap"][:count] += anchors
 
 
-def mark_returns(spec: NStep, number: int, columns: Array, dtypes: Sequence[torch.dtype]) -> None:
+def mark_returns(n: int, gamma: float, number: int, columns: Array, dtypes: Sequence[torch.dtype]) -> None:
     """Let the loop compute a return, number `number` of a plan; see `gear_loader.native.returns`.
 
     Args:
+        n, gamma: as of `NStep`.
         columns: rows of the plan, a view, that read rewards, ends, and the columns to deliver. dtypes: of these.
     """
     from gear_loader.native import returns
@@ -223,9 +251,9 @@ def mark_returns(spec: NStep, number: int, columns: Array, dtypes: Sequence[torc
     reward, done = columns[0], columns[1]
     columns[:, ROLE] = returns.ROLES * number + returns.NEXT
     reward[ROLE], done[ROLE] = returns.ROLES * number + returns.REWARD, returns.ROLES * number + returns.DONE
-    reward[LENGTH] = spec.n
+    reward[LENGTH] = n
     reward[PAD] = returns.DTYPES.index(str(dtypes[0]).removeprefix("torch."))
-    reward[OFFSET] = np.float64(spec.gamma).view(np.int64)
+    reward[OFFSET] = np.float64(gamma).view(np.int64)
     # -0.0 is no end.
     done[OFFSET] = (1 << 8 * dtypes[1].itemsize - 1) - 1 if dtypes[1].is_floating_point else -1
 

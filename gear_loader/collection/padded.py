@@ -14,7 +14,7 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffers import Buffers, Part, RowValues, TensorMemory, shown_values
 from gear_loader.collection.conversions import Casts, converted_dtype
 from gear_loader.collection.movers import HostMover
-from gear_loader.collection.n_step import OUTPUTS, NStep, Returns, mark_returns
+from gear_loader.collection.n_step import OUTPUTS, NStep, Returns, ReturnWindows, mark_returns
 from gear_loader.collection.plans import Output, locate_columns, window_columns
 from gear_loader.collection.references import Arena, BatchReferences
 from gear_loader.collection.tier_rows import TierRows
@@ -24,6 +24,7 @@ from gear_loader.collection.windows import (
     expand,
     in_schema_order,
     mask_of,
+    piece_rows,
     ragged_of,
     reach_of,
     source_of,
@@ -100,10 +101,13 @@ class PaddedBuffers(Buffers):
 
     @property
     def place(self) -> PlacePlan:
-        """The plan that places rows in staging memory: a piece for each window, then one for each mask."""
+        """The plan that places rows in staging memory; the pieces are those of `piece_rows`."""
         if self._place is None:
-            outs = [output.out.view(len(output.out), -1) for output in self.outputs]
-            self._place = PlacePlan([*outs, *(mask.view(torch.uint8) for mask in self.masks)])
+            outs = [output.out for output in self.outputs] + self.masks
+            named = dict(zip(self.layout.windows, self.outputs, strict=True))
+            for each in self.layout.returns:
+                outs += [named[each.reward].mask, named[each.done].mask]
+            self._place = PlacePlan([out.view(len(out), -1).view(torch.uint8) for out in outs])
             self.references = None  # the plan refers to the batch's memory
         return self._place
 
@@ -183,6 +187,7 @@ class PaddedLayout:
     Attributes:
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
+        returns: those that are computed while the windows are gathered.
         ragged: those that read ragged columns, of which records are gathered.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
         spans, has_returns: as for `gathering.gather_batch`.
@@ -225,6 +230,15 @@ class PaddedLayout:
         self.windows = in_schema_order(schema, plain)
         self.ragged = ragged_of(schema, self.windows)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
+        self.returns = tuple(
+            ReturnWindows(
+                parts["reward"],
+                parts["done"],
+                self._computed[name].gamma,
+                tuple(hidden for part, hidden in parts.items() if part.startswith("next.")),
+            )
+            for name, parts in (self._hidden.items() if self._at_once else ())
+        )
         self.sources = [source_of(name, window) for name, window in self.windows.items()]
         self.spans, self.has_returns = self._spans(), True if self._at_once and self._hidden else None
         self.row_bytes = sum(
@@ -260,23 +274,16 @@ class PaddedLayout:
     def columns(self) -> Array:
         """Rows of a gather plan for the windows, without addresses."""
         columns, names = window_columns(self.schema, self.sources, self.windows.values()), list(self.windows)
-        for number, (name, parts) in enumerate(self._hidden.items() if self._at_once else ()):
-            which = [names.index(hidden) for hidden in parts.values()]
-            marked = columns[which]
-            mark_returns(
-                self._computed[name], number, marked, [self.schema[self.sources[i]].dtype for i in which]
-            )
+        for number, each in enumerate(self.returns):
+            which = [names.index(hidden) for hidden in each.names]
+            marked, dtypes = columns[which], [self.schema[self.sources[i]].dtype for i in which]
+            mark_returns(self.windows[each.reward].length, each.gamma, number, marked, dtypes)
             columns[which] = marked
         return columns
 
     def piece_bytes(self) -> list[int]:
         """Bytes of a row in each piece of staging memory; see `PaddedBuffers.place`."""
-        masks = {
-            mask_of(self.schema, *item): item[1].length
-            for item in steps_only(self.schema, self.windows).items()
-        }
-        columns = zip(self.sources, self.windows.values(), strict=True)
-        return [*(self.schema[source].step_bytes * each.length for source, each in columns), *masks.values()]
+        return [size for _, _, size in piece_rows(self.schema, self.windows, self.returns)]
 
     def tensors(
         self,

@@ -113,6 +113,8 @@ class PaddedDeviceBuffers(PaddedBuffers):
             return None
         if layout.keys != ROW_KEYS or layout.row_layouts():
             return None  # there is more to write than rows
+        if self.mover.follows:
+            return None  # what is drawn may still be on its way
         if self._queued is None or self._queued.graph != graph.handle:
 
             def wait() -> None:

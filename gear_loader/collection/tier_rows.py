@@ -32,9 +32,7 @@ class TierRows:
         )
 
     def outside(self, slots: Array) -> Array:
-        """Which trajectories lie on disk only now, or on a GPU, bool [n]."""
-        if self.table._engine.device is not None:
-            return np.ones(len(slots), dtype=bool)
+        """Which trajectories lie on disk only now, bool [n]."""
         found: Array = self.table._engine.index.arrays.extent[slots, 1] < 0
         return found
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from gear_loader.collection.conversions import converted_dtype
-from gear_loader.collection.n_step import NStep
+from gear_loader.collection.n_step import NStep, ReturnWindows
 from gear_loader.errors import SchemaError
 from gear_loader.storage.ragged import Values
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
@@ -242,6 +242,36 @@ def only_host_gathers(schema: Schema, windows: Mapping[str, Window | NStep | Who
 def mask_of(schema: Schema, name: str, window: Window) -> tuple[int, int, str, bool]:
     """Key of a window's mask: windows with the same key exist at the same steps."""
     return *window.span, schema[source_of(name, window)].final
+
+
+def piece_rows(
+    schema: Schema, windows: Mapping[str, Window], returns: Sequence[ReturnWindows] = ()
+) -> list[tuple[str, Literal["column", "mask"], int]]:
+    """Pieces of rows on their way into a padded batch: columns, then masks.
+
+    Args:
+        windows: name -> window, in the order of the schema.
+        returns: those that are computed where the rows are.
+
+    Returns:
+        Of each piece the name of a window, for a mask of the first with its span; and bytes of a row.
+    """
+    values = {name: size for each in returns for name, size in each.row_bytes().items()}
+    hidden = {name for each in returns for name in each.names}
+    columns = {
+        name: values.get(name, schema[source_of(name, window)].step_bytes * window.length)
+        for name, window in windows.items()
+    }
+    masks: dict[tuple[int, int, str, bool], str] = {}
+    for name, window in steps_only(schema, windows).items():
+        if name not in hidden:
+            masks.setdefault(mask_of(schema, name, window), name)
+    kinds: list[tuple[str, Literal["column", "mask"], int]] = [
+        (name, "column", size) for name, size in columns.items()
+    ]
+    kinds += [(name, "mask", length) for (length, *_), name in masks.items()]
+    kinds += [(name, "mask", size) for each in returns for name, size in each.mask_bytes().items()]
+    return kinds
 
 
 def in_schema_order(schema: Schema, windows: Mapping[str, _W]) -> dict[str, _W]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.buffers import Part, SpanPart, Staging
+from gear_loader.collection.n_step import ReturnWindows
 from gear_loader.errors import HandshakeError, PeerTimeoutError, TransportError
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport.request import Answer
@@ -77,25 +78,31 @@ class RemoteShard:
 
     # ---------------------------------------------------------------- windows of one length
 
-    def spec(self, windows: Mapping[str, Window]) -> WindowSpec:
+    def spec(self, windows: Mapping[str, Window], returns: tuple[ReturnWindows, ...] = ()) -> WindowSpec:
         """Return the request's windows, the same object for the same windows."""
-        key = tuple(windows.items())
+        key = returns, tuple(windows.items())
         if key not in self._specs:
-            self._specs[key] = WindowSpec(self.name, self.schema, windows)
+            self._specs[key] = WindowSpec(self.name, self.schema, windows, returns)
         found: WindowSpec = self._specs[key]
         return found
 
     def start(
-        self, windows: Mapping[str, Window], rows: Array, records: Array, staging: Staging
+        self,
+        windows: Mapping[str, Window],
+        rows: Array,
+        records: Array,
+        staging: Staging,
+        returns: tuple[ReturnWindows, ...] = (),
     ) -> list[RowRequest]:
         """Request windows of rows.
 
         Args:
+            returns: n-step returns of them that the owner computes; not one-sided.
             rows: rows of the batch, int64 [n].
             records: row records of these rows, [n].
             staging: pool of the parts' memory.
         """
-        spec = self.spec(windows)
+        spec = self.spec(windows, returns)
         size = max(1, PART_BYTES // spec.row_bytes)
         here = not self.one_sided and spec.row_bytes * len(rows) <= MOST_RECEIVED_HERE
         requests = []

@@ -211,9 +211,9 @@ class ShardSource:
         self._cache: RowCache | None = None
 
     @property
-    def is_here(self) -> bool:
-        """Whether no rows are of other nodes."""
-        return not self.shards.remote
+    def computes(self) -> bool:
+        """Whether n-step returns of all rows are computed where the rows are: by the servers of other nodes, too."""
+        return not self.shards.remote or self.shards.transport != "nixl"
 
     @property
     def tables(self) -> list[Table]:
@@ -310,7 +310,7 @@ class ShardSource:
                     columns = [*layout.columns_read[0], *layout.columns_read[1]]
                     made = source.start_spans(columns, *asked, rows.spans[:, part], memory)
                 else:
-                    made = source.start(layout.windows, *asked, memory)
+                    made = source.start(layout.windows, *asked, memory, layout.returns)
                 requests += [(shard, request) for request in made]
         present = [_none()]
         for shard, part in self._by_shard(rows, np.concatenate(here)):

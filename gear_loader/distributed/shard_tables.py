@@ -404,6 +404,11 @@ def _check_table(table: Any, transport: str) -> None:
         raise SchemaError(
             f"A {type(table).__name__} was given; expected a gear_loader.Table, this rank's shard."
         )
+    if table._engine.device is not None:
+        raise SchemaError(
+            f"{table!r} was given; expected a table in host memory, of which other nodes read rows: create it without "
+            "device=."
+        )
     check_fixed(table.schema, "tables of Shards have")
     rules = table.rules
     if rules.rate_limiter is not None or rules.max_times_sampled is not None:

@@ -66,10 +66,16 @@ class TableRows:
         row_bytes: bytes of a row over all columns.
 
     Raises:
-        SchemaError: trajectories were removed before, so that the numbers of the others are not known.
+        SchemaError: trajectories were removed before, so that the numbers of the others are not known; or the table
+            lies on a GPU.
     """
 
     def __init__(self, table: Table, columns: Sequence[str]) -> None:
+        if table._engine.device is not None:
+            raise SchemaError(
+                f"{table!r} was given; expected a table in host memory, which a GPU reads too: create it without "
+                "device=."
+            )
         self.table, self.columns = table, tuple(columns)
         self._gather = RowGather(table, dict.fromkeys(columns, _WINDOW))
         self.row_bytes = self._gather.row_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from gear_loader.storage.operations.appending import ENDS, UNLESS_RESET
 from gear_loader.storage.schema import Column
 from gear_loader.storage.step_columns import StepColumn
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.arrays import Array, data_address, on_host
 
 _TOGETHER = 256
 """Most rows of the only environment that `extend` appends at once."""
@@ -59,33 +59,24 @@ class RowColumn(StepColumn):
         return found
 
 
-class Adder:
-    """Appends transitions of n environments to a table, each observation once, and ends trajectories.
+class RowAdder:
+    """Appends rows of n environments to a table; what the adders of transitions have in common.
 
     Args:
-        table: with the columns of `nestings`, ``reward`` and ``terminated``; those of ``obs`` have final steps.
-        nestings: name of a value -> its columns. num_envs: n. piece: most steps of a trajectory.
+        table: some columns of which have final steps. num_envs: n. piece: most steps of a trajectory.
         waits: whether rows may wait in the table until `flush` makes them visible; else that is when `add` returns.
         growing: whether a trajectory can be drawn before it has ended.
         more: of `GrowingRows`.
     """
 
     def __init__(
-        self,
-        table: Table,
-        nestings: Mapping[str, Nesting],
-        num_envs: int,
-        piece: int,
-        *,
-        waits: bool,
-        growing: bool = True,
-        **more: Any,
+        self, table: Table, num_envs: int, piece: int, *, waits: bool, growing: bool = True, **more: Any
     ) -> None:
-        self.num_envs, self.nestings = num_envs, nestings
+        self.num_envs = num_envs
         schema = table.schema
         self._writer = table.writers(num_envs, commit_every_step=growing)
         length = _TOGETHER if num_envs == 1 else 1
-        self._appending = GrowingRows.of(self._writer, length=length, cut=piece, reward="reward", **more)
+        self._appending = GrowingRows.of(self._writer, length=length, cut=piece, **more)
         rows, following = (
             {name: _row(schema[name], num_envs) for name in names}
             for names in (self._appending.names, self._appending.finals)
@@ -94,32 +85,20 @@ class Adder:
         self._following = {
             name: RowColumn(name, f"next_{name}", schema[name], each) for name, each in following.items()
         }
-        self._truncated = np.zeros(num_envs, dtype=bool)
         self._kinds = self._appending.kinds[0]
-        self._names = list(nestings)
-        # In the order of `_leaves`.
-        self._order = [
-            *(self._columns[column] for nesting in nestings.values() for column in nesting.columns()),
-            *(self._columns["reward"], *(self._following[column] for column in nestings["obs"].columns())),
-            self._columns["terminated"],
-        ]
-        memory = [column.rows for column in self._order] + [self._truncated]
-        self._found = list(self._places(self._appending))
-        found = [*self._found, None]
-        self._reader = RowReader(memory, found, self._kinds, single=1, envs=UNLESS_RESET, ends=ENDS)
-        self.plain = len(nestings) == 2 and all(nesting.kind == "leaf" for nesting in nestings.values())
+        self._order: list[RowColumn] = []
+        self._found: list[Array] = []
         self.waits = waits
 
-    def _places(self, growing: GrowingRows) -> Iterator[Array]:
-        """Where the address of each value goes, int64 [1], but for the last."""
-        following = set(map(id, self._following.values()))
-        for table in (growing.sources, growing.following):
-            table[:, 0] = growing.sources[:, 0]
-        for column in self._order:
+    def _use(self, order: list[RowColumn]) -> None:
+        """Have the columns in this order; `_found` is where the address of each one's values goes, int64 [1]."""
+        growing, following = self._appending, set(map(id, self._following.values()))
+        self._order = order
+        for column in order:
             table = growing.following if id(column) in following else growing.sources
             place = table[growing.names.index(column.name)]
-            place[1] = place[2] = column.step_bytes
-            yield place[:1]
+            place[:] = data_address(column.rows), column.step_bytes, column.step_bytes
+            self._found.append(place[:1])
 
     @property
     def waits(self) -> bool:
@@ -136,6 +115,40 @@ class Adder:
             self._appending.resume()
         if self.waits:
             self._appending.publish()
+
+    def _use_memory(self) -> None:
+        """Append what the memory holds."""
+        for column, found in zip(self._order, self._found, strict=True):
+            found[0] = data_address(column.rows)
+
+
+class Adder(RowAdder):
+    """Appends transitions of n environments to a table, each observation once, and ends trajectories.
+
+    Args:
+        table: with the columns of `nestings`, ``reward`` and ``terminated``; those of ``obs`` have final steps.
+        nestings: name of a value -> its columns. num_envs, piece, more: as for `RowAdder`.
+    """
+
+    def __init__(
+        self, table: Table, nestings: Mapping[str, Nesting], num_envs: int, piece: int, **more: Any
+    ) -> None:
+        super().__init__(table, num_envs, piece, reward="reward", **more)
+        self.nestings = nestings
+        self._truncated = np.zeros(num_envs, dtype=bool)
+        self._names = list(nestings)
+        # In the order of `_leaves`.
+        self._use(
+            [
+                *(self._columns[column] for nesting in nestings.values() for column in nesting.columns()),
+                *(self._columns["reward"], *(self._following[name] for name in nestings["obs"].columns())),
+                self._columns["terminated"],
+            ]
+        )
+        memory = [column.rows for column in self._order] + [self._truncated]
+        found = [*self._found, None]
+        self._reader = RowReader(memory, found, self._kinds, single=1, envs=UNLESS_RESET, ends=ENDS)
+        self.plain = len(nestings) == 2 and all(nesting.kind == "leaf" for nesting in nestings.values())
 
     def quick(self, values: tuple[Any, ...]) -> bool:
         """Add a row, if it needs no other look; return whether it was added.
@@ -163,11 +176,6 @@ class Adder:
                 column.take(value, single=single)
             self._use_memory()
 
-    def _use_memory(self) -> None:
-        """Append what the memory holds."""
-        for column, found in zip(self._order, self._found, strict=True):
-            found[0] = data_address(column.rows)
-
     def add(
         self,
         values: Mapping[str, Any],
@@ -192,6 +200,8 @@ class Adder:
             return
         if self._appending.left:
             self._appending.resume()
+        given = {str(i): each for i, each in enumerate((*leaves, terminated, truncated, active))}
+        *leaves, terminated, truncated, active = on_host(given)[0].values()
         *columns, last = self._order
         for column, leaf in zip(columns, leaves, strict=True):
             column.take(leaf, single=single)
@@ -265,11 +275,15 @@ def _row(column: Column, num_envs: int) -> Array:
 
 
 def flags_of(name: str, value: Any, count: int) -> Array:
-    """A flag of each environment, bool [n].
+    """A flag of each environment, bool [n]; the array itself, if it is one.
 
     Raises:
         SchemaError: another shape, or numbers that are not whole.
     """
+    if type(value) is np.ndarray and value.dtype == np.bool_ and value.shape == (count,):
+        return value
+    if type(value) is bool and count == 1:
+        return np.full(1, value)
     array = np.atleast_1d(as_array(value))
     if array.shape != (count,) or array.dtype.kind not in "biu":
         raise SchemaError(

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.replay.adding import flags_of
-from gear_loader.replay.nesting import Nesting, as_array
+from gear_loader.native.row_values import RowReader
+from gear_loader.replay.adding import RowAdder, flags_of
+from gear_loader.replay.nesting import Nesting, as_array, on_cpu, on_gpu
+from gear_loader.storage.operations.appending import ENDS, GOES_ON
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
@@ -172,26 +174,48 @@ class Agents:
         return rows, following, flags
 
 
-class AgentAdder:
+class AgentAdder(RowAdder):
     """Appends steps of all agents of n environments to a table, each observation once, and ends trajectories.
 
     Args:
-        agents, nestings: as of the buffer. table: with their columns. num_envs: n. piece: most steps of a trajectory.
+        agents, nestings: as of the buffer. table: with their columns. num_envs, piece, waits: as for `RowAdder`.
     """
 
-    waits = False
     plain = False
 
     def __init__(
-        self, agents: Agents, table: Table, nestings: Mapping[str, Nesting], num_envs: int, piece: int
+        self,
+        agents: Agents,
+        table: Table,
+        nestings: Mapping[str, Nesting],
+        num_envs: int,
+        piece: int,
+        *,
+        waits: bool,
     ) -> None:
-        self._agents, self._table, self._nestings, self._piece = agents, table, nestings, piece
-        self._writer, self._count = table.writers(num_envs, commit_every_step=True), num_envs
-        self._acted: dict[str, Array] = {}  # in the last step
-        self._before: dict[str, Array] | None = None  # the last `next_obs`
-
-    def flush(self) -> None:
-        """Nothing waits."""
+        super().__init__(table, num_envs, piece, waits=waits)
+        self._agents, self._schema, self._nestings = agents, table.schema, nestings
+        self._numbers = {name: agents.nesting(name) for name in ("reward", "terminated", "truncated")}
+        self._before = {name: np.zeros_like(column.rows) for name, column in self._following.items()}
+        self._acted: list[
+            Array
+        ] = []  # bool [n] of each agent, in the last step; none: all did, or there was none
+        self._begun = False
+        columns = [column for nesting in nestings.values() for column in nesting.columns()]
+        flags = [f"{kind}.{name}" for kind in ("terminated", "active") for name in agents.names]
+        read = [*columns, *self._numbers["reward"].columns()]
+        self._use(
+            [
+                *(self._columns[name] for name in read),
+                *(self._following[name] for name in nestings["obs"].columns()),
+                *(self._columns[name] for name in flags),
+            ]
+        )
+        self._values = self._order[: -len(flags)]  # but for the flags, which are copied
+        self._nobody, count = np.zeros(num_envs, dtype=bool), len(self._values)
+        memory = [*(column.rows for column in self._values), self._nobody.copy(), self._nobody.copy()]
+        found = [*self._found[:count], None, None]
+        self._reader = RowReader(memory, found, self._kinds, single=1, envs=1, ends=ENDS)
 
     def add(
         self,
@@ -205,39 +229,96 @@ class AgentAdder:
         single: bool,
     ) -> None:
         """See `ReplayBuffer.add`."""
-        schema, before, writer = self._table.schema, self._before, self._writer
-        rows, following, flags = self._agents.rows(
-            self._nestings, schema, before, self._count, single, values, reward, next_obs, terminated, truncated, active
-        )  # fmt: skip
-        ended = self._begin(flags, rows)
-        if before is not None:
-            broken = ~same_rows(rows, before) & (writer.num_steps > 0)
-            if broken.any():
-                writer.commit(broken, final=before)
-        done = ended | (writer.num_steps >= self._piece - 1)
-        writer.append(rows, done=done, final=following if done.any() else None)
-        self._before = {name: values.astype(schema[name].numpy_dtype) for name, values in following.items()}
-
-    def _begin(self, flags: Mapping[str, Array], rows: Mapping[str, Array]) -> Array:
-        """Note who acts. What followed for agents that did not act in the last step becomes what they have now, so
-        that an agent that comes in begins no other episode.
-
-        Returns:
-            Whether the trajectory ends, bool [n]: no agent goes on, or one is cut off, whose last observation is then
-            stored as a final one.
-        """
-        names, obs = self._agents.names, self._nestings["obs"]
-        if self._before is not None:
-            for name, acted in self._acted.items():
-                for column in obs.parts[name].columns():
-                    self._before[column][~acted] = rows[column][~acted]
-        self._acted = {name: flags[f"active.{name}"] for name in names}
-        acts = np.stack(list(self._acted.values()))
-        terminated, truncated = (
-            np.stack([flags[f"{kind}.{name}"] for name in names]) for kind in ("terminated", "truncated")
+        if self._appending.left:
+            self._appending.resume()
+        if active is None and self._quick(values, reward, next_obs, terminated, truncated):
+            return
+        given = {**values, "reward": reward, "next_obs": next_obs, "terminated": terminated}
+        given = on_cpu({**given, "truncated": truncated, "active": active})
+        reward, next_obs, terminated, truncated, active = (
+            given.pop(name) for name in ("reward", "next_obs", "terminated", "truncated", "active")
         )
-        ends: Array = ~(acts & ~terminated & ~truncated).any(0) | (acts & truncated).any(0)
+        values, before = given, self._before if self._begun else None
+        rows, following, flags = self._agents.rows(
+            self._nestings, self._schema, before, self.num_envs, single, values, reward, next_obs, terminated,
+            truncated, active,
+        )  # fmt: skip
+        for column in self._order:
+            of = following if column is self._following.get(column.name) else rows
+            column.take(of[column.name], single=False)
+        acts, terminated, truncated = (
+            [flags[f"{kind}.{name}"].copy() for name in self._agents.names]
+            for kind in ("active", "terminated", "truncated")
+        )
+        self._kinds[:] = 1 + ENDS * self._ends(acts, terminated, truncated) + GOES_ON * self._alike(rows)
+        for name, column in self._following.items():
+            self._before[name][...] = column.rows
+        self._acted, self._begun = [] if np.all(acts) else acts, True
+        self._use_memory()
+        self._appending.append()
+
+    def _quick(
+        self, values: Mapping[str, Any], reward: Any, next_obs: Any, terminated: Any, truncated: Any
+    ) -> bool:
+        """Add a step in which all agents act, as they did before, if it needs no other look; return whether it was."""
+        if self._acted or values.keys() != self._nestings.keys() or on_gpu(terminated) or on_gpu(truncated):
+            return False
+        numbers, nestings, n = self._numbers, self._nestings, self.num_envs
+        try:
+            leaves = [leaf for name, each in nestings.items() for _, leaf in each.leaves(values[name])]
+            leaves += [leaf for _, leaf in numbers["reward"].leaves(reward)]
+            after = [leaf for _, leaf in nestings["obs"].leaves(next_obs)]
+            over = [
+                [flags_of(column, leaf, n) for column, leaf in numbers[name].leaves(each)]
+                for name, each in (("terminated", terminated), ("truncated", truncated))
+            ]
+        except SchemaError:
+            return False
+        ends = self._ends([], *over)
+        if not self._reader.read((*leaves, *after, ends, self._nobody)):
+            return False
+        names = self._agents.names
+        for name, flag in zip(names, over[0], strict=True):
+            self._columns[f"terminated.{name}"].rows[:] = flag
+            self._columns[f"active.{name}"].rows[:] = True
+        for column, leaf in zip(nestings["obs"].columns(), after, strict=True):
+            self._before[column][...] = as_array(leaf)
+        self._begun = True
+        try:
+            self._appending.append()
+        except BaseException:
+            for into, leaf in zip(self._values, (*leaves, *after), strict=True):
+                array = as_array(leaf)
+                into.take(array if array.shape == into.rows.shape else array[None], single=False)
+            self._use_memory()
+            raise
+        return True
+
+    def _ends(self, acts: list[Array], terminated: list[Array], truncated: list[Array]) -> Array:
+        """Whether the trajectory ends, bool [n]: no agent goes on, or one is cut off, whose last observation is then
+        stored as a final one.
+
+        Args:
+            acts, terminated, truncated: bool [n] of each agent; no `acts`: all act.
+        """
+        ends, cut = ~self._nobody, self._nobody.copy()
+        for i, (over, short) in enumerate(zip(terminated, truncated, strict=True)):
+            ends &= over | short | ~acts[i] if acts else over | short
+            cut |= short & acts[i] if acts else short
+        ends |= cut
         return ends
+
+    def _alike(self, rows: Mapping[str, Array]) -> Array:
+        """Where agents that did not act in the last step may come with any observation, without beginning another
+        episode: the observations of all others are those that followed; bool [n]."""
+        if not self._acted:
+            return self._nobody
+        obs = self._nestings["obs"]
+        same: Array = ~np.all(self._acted, 0)
+        for name, acted in zip(self._agents.names, self._acted, strict=True):
+            columns = obs.parts[name].columns()
+            same &= ~acted | same_rows(rows, {column: self._before[column] for column in columns})
+        return same
 
 
 def _row(name: str, value: Any, count: int, single: bool, shape: tuple[int, ...], prefix: str = "") -> Array:

@@ -23,7 +23,7 @@ from gear_loader.errors import CheckpointError, SchemaError, TableClosedError, T
 from gear_loader.replay.adding import Adder, count_of, flags_of
 from gear_loader.replay.agents import AgentAdder, Agents
 from gear_loader.replay.hindsight import Hindsight, Relabel
-from gear_loader.replay.nesting import Nesting, as_array
+from gear_loader.replay.nesting import Nesting, as_array, on_cpu
 from gear_loader.selection.samplers import Sampler, Uniform
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
@@ -46,6 +46,8 @@ _OWN = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "disco
 _LONGEST = 1024
 """Steps after which an episode goes on in another trajectory, so that the oldest can be dropped in pieces."""
 _SHORTEST, _MORE = 8, 32  # mean length of an episode for which there is room, and episodes beyond
+_SMALL = 64
+"""Bytes of a step up to which blocks are of 32 steps, not 16: of each column a block has a multiple of 128 bytes."""
 _DESCRIPTION = "buffer.json"
 
 
@@ -245,7 +247,9 @@ class ReplayBuffer:
             schema,
             max_steps=steps,
             max_trajectories=steps // min(_SHORTEST, self._piece) + 2 * envs + _MORE,
-            block_steps=min(16, self._unit),
+            block_steps=min(
+                16 if sum(each.step_bytes for each in schema.values()) > _SMALL else 32, self._unit
+            ),
         )
         if self._disk is not None:
             self._describe(self._disk.path)
@@ -294,7 +298,9 @@ class ReplayBuffer:
     def _piece(self) -> int:
         """Most steps of a trajectory; with goals, which come from the same one, an episode that fits is one."""
         share = self.capacity // (self.num_envs or 1)
-        return max(min(share // 8, _LONGEST) if self._hindsight is None else share // 2, 1)
+        if self._hindsight is not None:
+            return max(share // 2, 1)
+        return max(min(self.capacity // 8, share // 4, _LONGEST), 1)
 
     def _use(self, table: Table) -> None:
         """Draw from this table, and write into it."""
@@ -406,7 +412,8 @@ class ReplayBuffer:
         assert self._table is not None
         adder: Adder | AgentAdder
         if self._agents is not None:
-            adder = AgentAdder(self._agents, self._table, self._nestings, count, self._piece)
+            columns = self._table, self._nestings, count, self._piece
+            adder = AgentAdder(self._agents, *columns, waits=self._waits)
         else:
             growing = self._hindsight is None or self._hindsight.running
             adder = Adder(self._table, self._nestings, count, self._piece, waits=self._waits, growing=growing)
@@ -475,7 +482,7 @@ class ReplayBuffer:
             raise SchemaError(
                 f"The transitions have no {missing}; expected the arguments of add, each [T, *shape]."
             )
-        given = dict(transitions)
+        given = on_cpu(transitions)
         parts = {
             name: [as_array(leaf) for _, leaf in Nesting.of(name, each).leaves(each)]
             for name, each in given.items()
@@ -489,9 +496,9 @@ class ReplayBuffer:
                 f"The transitions have the lengths {shown_lengths}; expected the same length T of all."
             )
         if self._agents is not None:
-            nestings = {name: Nesting.of(name, each) for name, each in transitions.items()}
+            nestings = {name: Nesting.of(name, each) for name, each in given.items()}
             for step in range(found.pop()):
-                each = {name: _step(nestings[name], values, step) for name, values in transitions.items()}
+                each = {name: _step(nestings[name], values, step) for name, values in given.items()}
                 self.add(**each)
             return
         if (self.num_envs or 1) != 1:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.arrays import Array, on_host, shown
 
 _ARRAYS = frozenset({np.ndarray, torch.Tensor, bool, int, float, np.float32, np.float64, np.int64, np.bool_})
 """Types of most leaves."""
@@ -243,6 +243,22 @@ def _named(kind: str, parts: Mapping[Any, Any]) -> str:
     """A kind with its keys, in errors."""
     plain = {"leaf": "an array", "none": "None", "text": "a text"}
     return plain[kind] if kind in plain else f"a {kind} of {list(parts)}"
+
+
+def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values, in some of which, nested or not, tensors of a GPU are copied to the host; all are waited for at once."""
+    nestings = {name: Nesting.of(name, value) for name, value in values.items() if on_gpu(value)}
+    leaves = {leaf: each for name, nesting in nestings.items() for leaf, each in nesting.leaves(values[name])}
+    (found,) = on_host(leaves) if leaves else (leaves,)
+    return {**values, **{name: nesting.build(found) for name, nesting in nestings.items()}}
+
+
+def on_gpu(value: Any) -> bool:
+    """Whether a value is, or a dict or tuple has, a tensor of a GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.is_cuda
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
+    return any(map(on_gpu, parts))
 
 
 def as_array(value: Any) -> Array:

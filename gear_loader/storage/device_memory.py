@@ -17,7 +17,7 @@ import torch
 from gear_loader.errors import RegionError
 from gear_loader.native import copying
 from gear_loader.storage.layout import LINE, Layout
-from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.arrays import Array, data_address, outside_inference
 from gear_loader.utils.captures import beside_captures
 from gear_loader.utils.formatting import size as formatted
 from gear_loader.utils.streams import on_stream, own_stream
@@ -166,8 +166,6 @@ class DeviceMemory:
 
     def _send(self, names: Sequence[str], columns: Array, ids: Array, sources: Array, counts: Array) -> None:
         """Copy spans that begin with a block, and have `ids` together, into an image of their blocks, and queue it."""
-        from gear_loader.kernels.store import store
-
         count, layout = len(ids), self._layout
         with self._queueing(), self._staged() as staging:
             targets = columns.copy()
@@ -176,14 +174,45 @@ class DeviceMemory:
                 row[0] = staging.host.data_ptr() + count * self._offset(place.base) + place.inside
             numbers = np.arange(count, dtype=np.int32)
             copying.scatter(targets, layout.block_steps, numbers, np.ascontiguousarray(sources), counts)
-            staging.ids.numpy()[:count] = ids
-            image = slice(0, count * layout.block_bytes)
-            staging.device[image].copy_(staging.host[image], non_blocking=True)
-            for base in dict.fromkeys(layout.columns[name].base for name in names):
-                blocks, begin = self._blocks(base), count * self._offset(base)
-                stride = blocks.shape[1]
-                part = staging.device[begin : begin + count * stride].view(count, 1, stride)
-                store(part, blocks, staging.ids[:count].view(count, 1), stride)
+            self._upload(staging, ids)
+
+    def _upload(self, staging: _StagedBlocks, ids: Array) -> None:
+        """Queue a copy of an image in staging memory into blocks, int32 [n]."""
+        from gear_loader.kernels.store import store
+
+        count = len(ids)
+        staging.ids.numpy()[:count] = ids
+        image = slice(0, count * self._layout.block_bytes)
+        staging.device[image].copy_(staging.host[image], non_blocking=True)
+        for base in self._bases:
+            blocks, begin = self._blocks(base), count * self._offset(base)
+            stride = blocks.shape[1]
+            part = staging.device[begin : begin + count * stride].view(count, 1, stride)
+            store(part, blocks, staging.ids[:count].view(count, 1), stride)
+
+    def place_in(self, image: Array, name: str) -> Array:
+        """`Region.column_place` of a column in an image of some blocks on the host, uint8 [n * bytes of a block]."""
+        place, count = self._layout.columns[name], len(image) // self._layout.block_bytes
+        first = data_address(image) + count * self._offset(place.base) + place.inside
+        sizes = place.block_stride, place.step_bytes, place.step_stride, self._layout.block_steps
+        return np.array([first, *sizes], dtype=np.int64)
+
+    def write_image(self, ids: Array, image: Array) -> None:
+        """Queue a copy of an image on the host, see `place_in`, into blocks, int32 [n]; it has been read when this
+        returns. Waits as `write`."""
+        count = len(ids)
+        try:
+            for low in range(0, count, self._most):
+                some = ids[low : low + self._most]
+                with self._queueing(), self._staged() as staging:
+                    host = staging.host.numpy()
+                    for before, stride in zip(self._before.tolist(), self._strides.tolist(), strict=True):
+                        part = slice(len(some) * before, len(some) * (before + stride))
+                        first = count * before + low * stride
+                        host[part] = image[first : first + len(some) * stride]
+                    self._upload(staging, some)
+        finally:
+            self._written.record(self._stream)
 
     def _offset(self, base: int) -> int:
         """Bytes of one block in the arrays before that at `base`."""

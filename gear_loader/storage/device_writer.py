@@ -30,7 +30,8 @@ class DeviceWriter:
     """Adds the streams of n environments that are simulated on a GPU, without waiting for it.
 
     Created by ``Table.writers(n, device="cuda")``. Values are tensors on the device; the table's bytes are written by
-    kernels, in whole lines of pinned memory, and a later call commits them, when they have arrived.
+    kernels, in whole lines of pinned memory, or of the GPU's own if the table lies there; a later call commits them,
+    when they have arrived.
 
     **Episodes**: trajectories end where `done`, a mask on the device, says. Each step is written in place by one kernel
     on the current stream; it also reports which environments have ended, and the next call commits these, in the order

@@ -18,7 +18,8 @@ class Memory:
 
     Attributes:
         size: bytes of the whole region, index included, an int or a text such as ``"20GiB"``; as many blocks as fit
-            into them. By default enough for `max_steps` steps in `max_trajectories` trajectories of any lengths.
+            into them. With `Table.create(device=)` bytes of the blocks alone, on the GPU. By default enough for
+            `max_steps` steps in `max_trajectories` trajectories of any lengths.
         max_blocks: in place of `size`: number of blocks. For known lengths, `Table.required_blocks` gives the exact
             number and reserves less memory.
         mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by

@@ -73,7 +73,8 @@ class Table:
     A forked process shares a named table and has a copy of a private one as of the fork. It has no copy of a private
     table whose pinning for a GPU had begun: every use of that raises PrivateTableError.
 
-    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host.
+    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host; and so do reads by the
+    CPU, of a table that lies on a GPU.
     """
 
     def __init__(
@@ -160,8 +161,8 @@ class Table:
             device: a CUDA device, in whose memory the blocks lie, while the index is host memory of this process: the
                 table is private, and `memory` are the bytes of the blocks. Batches for this device are gathered there;
                 what the CPU reads (batches, `gather`, ``table[i]``, `save`) is copied, and waits for the GPU. Written
-                by ``writers(n, device=...)``, `add` and `extend`. Goes with none of `name`, `disk`, late and mutable
-                columns, and versions of a policy. By default all is in host memory. See docs/gpu.md.
+                by ``writers(n, device=...)``, `add` and `extend`. Goes with none of `name`, `disk`, late, mutable and
+                ragged columns, and versions of a policy. By default all is in host memory. See docs/gpu.md.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
@@ -328,6 +329,7 @@ class Table:
         max_blocks: int | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
+        device: str | torch.device | None = None,
     ) -> Table:
         """Create a table from a checkpoint.
 
@@ -347,6 +349,7 @@ class Table:
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
+            device: as for `create`, whatever the saved table was. Read by way of host memory, 256 MiB at a time.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged or of another version or schema; or it does not fit
@@ -363,6 +366,7 @@ class Table:
             max_blocks=max_blocks,
             on_full=on_full,
             progress=progress,
+            device=device,
         )
         table: Table = provided("load")(cls, local_path(path), options)
         return table
@@ -1120,8 +1124,8 @@ def _place_of_blocks(
         "name": (name, "other processes cannot attach to it"),
         "disk": (disk, "it is not written to a disk; save() writes a checkpoint"),
         "late columns": (list(columns.late), "nothing is filled in afterwards"),
+        "ragged columns": (list(columns.ragged), "their values would lie in host memory"),
         "mutable columns": (list(columns.mutable), "values stay as they were added"),
-        "ragged columns": (list(columns.ragged), "values of any length lie in host memory"),
         "Limits(version=)": (
             getattr(limits, "version", None),
             "the host would read versions of a policy there",

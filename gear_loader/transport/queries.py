@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gear_loader.collection.n_step import mark_returns
 from gear_loader.collection.plans import locate_columns, window_columns
 from gear_loader.collection.sources import Place, read_packed
 from gear_loader.collection.windows import reach_of
@@ -147,13 +148,25 @@ class WindowQuery(Query):
         schema, sources = attached.table.schema, list(self.spec.sources.values())
         self._layouts: dict[tuple[int, int], _Layout] = {}
         columns = window_columns(schema, sources, self.spec.windows.values())
-        self._columns = locate_columns(columns, sources, attached.engine.region)
         names = list(self.spec.windows)
+        for number, each in enumerate(self.spec.returns):
+            which = [names.index(name) for name in each.names]
+            marked, dtypes = columns[which], [schema[sources[i]].dtype for i in which]
+            mark_returns(self.spec.windows[each.reward].length, each.gamma, number, marked, dtypes)
+            columns[which] = marked
+        self._columns = locate_columns(columns, sources, attached.engine.region)
         self._tier: Any = None
         if attached.engine.has_tier:
             from gear_loader.collection.tier_rows import TierRows
 
-            self._tier = TierRows(attached.table, reach_of(schema, self.spec.windows), self.spec.row_bytes)
+            reach = reach_of(schema, self.spec.windows)
+            if self.spec.returns:  # up to the bootstrap step, which follows the rewards
+                reach = reach._replace(
+                    last=max(
+                        reach.last, *(self.spec.windows[each.reward].length for each in self.spec.returns)
+                    )
+                )
+            self._tier = TierRows(attached.table, reach, self.spec.row_bytes)
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
 
     def reply_bytes(self, rows: Array) -> int:

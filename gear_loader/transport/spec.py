@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from gear_loader.collection.windows import in_schema_order, mask_of, source_of
+from gear_loader.collection.n_step import ReturnWindows
+from gear_loader.collection.windows import in_schema_order, piece_rows, source_of
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport.message_schema import (
@@ -25,6 +26,7 @@ from gear_loader.transport.message_schema import (
     shown,
 )
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import check_gamma
 
 MOST_TABLE_NAME = 128
 """Most characters of a table's name, as `gear_loader.storage.shared_memory` has it."""
@@ -85,6 +87,15 @@ class Spec(abc.ABC):
     def _entries(self) -> list[list[Any]]:
         """The names and what is read for them, as JSON."""
 
+    def _more(self) -> dict[str, Any]:
+        """Other fields, as JSON."""
+        return {}
+
+    @staticmethod
+    def _read_more(fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments beside the entries, of the fields of a spec. Raises TypeError."""
+        return {}
+
     @staticmethod
     @abc.abstractmethod
     def _entry(values: list[Any]) -> Any:
@@ -133,7 +144,12 @@ class Spec(abc.ABC):
 
     def to_bytes(self) -> bytes:
         """Serialize as JSON."""
-        fields = {"table": self.table, "columns": self.schema.to_json(), self.KEY: self._entries()}
+        fields = {
+            "table": self.table,
+            "columns": self.schema.to_json(),
+            self.KEY: self._entries(),
+            **self._more(),
+        }
         return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -149,23 +165,36 @@ class WindowSpec(Spec):
     Columns per trajectory have no mask, and the window that `gear_loader.collection.windows` gives them.
     Padding is placed and filled as `Window.pad` says; masks are bool [n, length].
 
+    Windows of `returns` come as what an n-step return is made of: that of the rewards as the return, float32 [n], that
+    of the ends as the discount, float32 [n], those of ``next`` at the bootstrap step; then, behind the masks, whether
+    there is a return, bool [n], and its bootstrap step, int64 [n].
+
     Args:
         table: name of the table on its node.
         schema: the columns that the reader expects.
         windows: name -> window, at least one; `Window.squeeze` is ignored.
+        returns: n-step returns of some of them.
 
     Attributes:
-        table, schema: as given. windows: in the order of the schema. sources: name -> the column that it reads.
+        table, schema, returns: as given. windows: in the order of the schema. sources: name -> the column that it
+            reads.
         row_bytes: bytes of a row over all pieces.
 
     Raises:
-        SchemaError: no windows, a window of an unknown column, or rows of 2**40 or more bytes.
+        SchemaError: no windows, a window of an unknown column, returns of windows that they cannot have, or rows of
+            2**40 or more bytes.
     """
 
     NAMES, FIELDS = ("slots", "anchors", "generations"), 3
     KEY, FORMS = "windows", "[name, length, offset, pad] or [name, length, offset, pad, column]"
 
-    def __init__(self, table: str, schema: Schema, windows: Mapping[str, Window]) -> None:
+    def __init__(
+        self,
+        table: str,
+        schema: Schema,
+        windows: Mapping[str, Window],
+        returns: Sequence[ReturnWindows] = (),
+    ) -> None:
         sources = {name: source_of(name, window) for name, window in windows.items()}
         unknown = [name for name in sources.values() if name not in schema]
         if not windows or unknown:
@@ -177,15 +206,9 @@ class WindowSpec(Spec):
         self.schema = schema
         self.windows = in_schema_order(schema, windows)
         self.sources = {name: sources[name] for name in self.windows}
-        owners: dict[tuple[int, int, str, bool], str] = {}
-        for name, window in self.windows.items():
-            if not schema[self.sources[name]].trajectory:
-                owners.setdefault(mask_of(schema, name, window), name)
-        self._rows: list[tuple[str, Literal["column", "mask"], int]] = [
-            (name, "column", schema[sources[name]].step_bytes * window.length)
-            for name, window in self.windows.items()
-        ]
-        self._rows += [(name, "mask", length) for (length, *_), name in owners.items()]
+        self.returns = tuple(returns)
+        self._check_returns()
+        self._rows = piece_rows(schema, self.windows, self.returns)
         self.row_bytes = sum(size for _, _, size in self._rows)
         self._sizes = (0, 0)
         if self.row_bytes >= MAX_ROW_BYTES:
@@ -193,8 +216,25 @@ class WindowSpec(Spec):
                 f"Windows of {self.row_bytes:,} bytes a row; expected less than {MAX_ROW_BYTES:,}."
             )
 
+    def _check_returns(self) -> None:
+        names = [name for each in self.returns for name in each.names]
+        fits = len({*names}) == len(names) and {*names} <= {*self.windows}
+        for each in self.returns if fits else ():
+            check_gamma(each.gamma)
+            reward, *others = (self.windows[name] for name in each.names)
+            fits = fits and all(window.offset == 0 for window in (reward, *others))
+            fits = fits and [window.length for window in others] == [reward.length] + [1] * len(each.next)
+            columns = [self.schema[self.sources[name]] for name in each.names]
+            fits = fits and not any(column.trajectory for column in columns)
+            fits = fits and all(column.shape in ((), (1,)) for column in columns[:2])
+        if not fits:
+            raise SchemaError(
+                f"Returns {self.returns} were asked for; expected windows of rewards and ends of one length, and of "
+                "one step of the others, each from the anchor on and in one return."
+            )
+
     def __repr__(self) -> str:
-        return f"WindowSpec({self.table!r}, {self.windows!r})"
+        return f"WindowSpec({self.table!r}, {self.windows!r}{f', {self.returns!r}' if self.returns else ''})"
 
     def pieces(self, n: int) -> tuple[Piece, ...]:
         """Layout of the data of n rows: columns in order, then masks."""
@@ -214,11 +254,30 @@ class WindowSpec(Spec):
             for name, each in self.windows.items()
         ]
 
+    def _more(self) -> dict[str, Any]:
+        return {"returns": [list(each) for each in self.returns]} if self.returns else {}
+
     @staticmethod
     def _entry(values: list[Any]) -> Window:
         if len(values) not in (3, 4):
             raise IndexError
         return Window(*values)
+
+    @staticmethod
+    def _read_more(fields: Mapping[str, Any]) -> dict[str, Any]:
+        found, rows = [], fields.get("returns", [])
+        if not isinstance(rows, list) or len(rows) > MAX_COLUMNS:
+            raise TypeError(f"returns has {kind_of(rows)}; expected a list")
+        for row in rows:
+            given: list[Any] = row if isinstance(row, list) and len(row) == 4 else [None] * 4
+            reward, done, gamma, names = given
+            strings = isinstance(names, list) and all(
+                isinstance(name, str) for name in (reward, done, *names)
+            )
+            if not strings or isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
+                raise TypeError(f"returns has {shown(row)}; expected [reward, done, gamma, [name, ...]]")
+            found.append(ReturnWindows(reward, done, gamma, tuple(names)))
+        return {"returns": found}
 
 
 class PackedSpec(Spec):
@@ -310,7 +369,7 @@ def read_spec(data: bytes) -> WindowSpec | PackedSpec:
         fields = json.loads(bytes(data).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise TransportError(f"A spec is not JSON ({shown(str(error))}); expected an object.") from None
-    names = set(fields) if isinstance(fields, dict) else set()
+    names = set(fields) - {"returns"} if isinstance(fields, dict) else set()
     kinds = [kind for kind in (WindowSpec, PackedSpec) if names == {"table", "columns", kind.KEY}]
     if not kinds:
         raise TransportError(
@@ -337,6 +396,6 @@ def read_spec(data: bytes) -> WindowSpec | PackedSpec:
         except (SchemaError, TypeError) as error:
             raise TransportError(f"{kind.KEY}[{i}] of a spec: {shown(str(error))}") from None
     try:
-        return kind(table, schema, entries)
-    except SchemaError as error:
+        return kind(table, schema, entries, **kind._read_more(fields))
+    except (SchemaError, TypeError) as error:
         raise TransportError(f"A spec's {kind.KEY}: {shown(str(error))}") from None

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,9 @@ from benchmarks_common import check_row, needs_no_gpu, rows_of, session
 from cases import mostly_long
 
 import gear_loader as gear
-from benchmarks import batches, copies, engine, gather_rows, harness, workloads
+from benchmarks import batches, copies, engine, gather_rows, gpu_batches, harness, workloads
 from benchmarks import selection as subjects
-from benchmarks.experiments import collect, overlap, select
+from benchmarks.experiments import overlap, select
 
 pytestmark = needs_no_gpu
 STREAM = 0x5EA  # the handle of the stream beside the default one
@@ -64,7 +65,7 @@ class Rehearsal:
         yield STREAM
 
     def beside(
-        self, work: Callable[[], None], load: Callable[[], None], count: int, *, urgent: bool
+        self, work: Callable[[], None], load: Callable[[], None], count: int
     ) -> tuple[float, list[float]]:
         """Pretends that six loads end while the work goes on."""
         self.counts.append(count)
@@ -133,20 +134,9 @@ class Library:
         return self._code
 
 
-SIZES = collect.Sizes(
-    rows=(64, 512, 4096),
-    batches=(2,),
-    uneven_batches=(2,),
-    programs=(1, 3),
-    steps=64,
-    trajectories=3,
-    queue_launches=2,
-    copy_bytes=8192,
-)
+SIZES = gpu_batches.Sizes((2,), programs=(1, 3), queue_launches=2, copy_bytes=8192)
 LOADS = overlap.Sizes(
     programs=(1, 3),
-    shallow=(3,),
-    urgent=(3,),
     batch=2,
     load_bytes=8_000,
     matrix=32,
@@ -169,38 +159,33 @@ def overlapped(path: Path, trajectories: int, rehearsal: Rehearsal) -> list[dict
 
 
 @pytest.mark.long
-def test_gathering_is_measured_with_all_programs_and_copies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_batches_of_a_gpu_are_measured_beside_the_kernel_copies_and_a_ring(tmp_path: Path) -> None:
     library, out = Library(), tmp_path / "rows.jsonl"
-    collect.measured_on_gpu(session(out, experiment="collect"), Rehearsal(), 3, library, SIZES)
+    made = session(out, experiment="collect")
+    gpu_batches.measured(made, Rehearsal(), 3, library, SIZES)
     rows = rows_of(out)
     for row in rows:
         check_row(row, "collect")
     assert {call[-1] for call in library.calls} == {STREAM}
-    copied = {
-        (row["workload"], row["parameters"].get("step_bytes"), row["parameters"].get("block_steps"))
-        for row in rows
-        if row["variant"] == "cuMemcpyBatchAsync"
+    ways: dict[str, set[str]] = {}
+    for row in rows:
+        if not row["variant"].startswith("TorchRL"):  # which not every interpreter has
+            ways.setdefault(row["workload"], set()).add(row["variant"])
+    both = {
+        "cudaMemcpyAsync",
+        "kernel, default",
+        "kernel, 1 programs",
+        "kernel, 3 programs",
+        gpu_batches.RING,
     }
-    assert copied == {("W1", None, 100), ("rows", 64, None), ("rows", 128, None)}
-    against = [row for row in rows if row["variant"].startswith("kernel") and row["ratios"]]
-    assert {row["workload"] for row in against} == {"W1", "rows"}
-    sweep = [row for row in rows if row["workload"] == "rows" and row["variant"].startswith("kernel")]
-    found = {tuple(row["parameters"][key] for key in ("step_bytes", "row_bytes", "batch")) for row in sweep}
-    uneven = {(44, 44), (44, 12 * 44), (44, 64 * 44)}
-    assert found == {(*kind, 2) for kind in {(64, 64), (128, 512), (128, 4096)} | uneven}
-    assert {row["parameters"]["programs"] for row in sweep} == {1, 3}
-    goals = {(row["parameters"]["row_bytes"], row["targets"].get(engine.YARDSTICK)) for row in sweep}
-    assert goals == {(64, None), (512, 0.8), (4096, 0.95)} | {(count, None) for _, count in uneven}
-    names = {row["variant"] for row in rows if row["workload"] == "W2"}
-    assert {"kernel, default", "dataset, prefetch 0", "dataset, prefetch 2", "staged, index_select"} <= names
+    both |= {f"dataset, {how}" for how in ("prefetch 2", "prefetch 0", "by priority")}
+    assert ways["W1"] == both | {"dataset, packed", "staged, index_select", "cuMemcpyBatchAsync"}
+    assert ways["W2"] == both | {"staged, index_select"}
+    assert ways["single steps"] == both
+    if importlib.util.find_spec("torchrl") is None:
+        assert "TorchRL on the device, W1, batch 2" in "\n".join(made.reasons)
     hosts = [row["extras"]["host_seconds"] for row in rows if row["variant"].startswith("dataset")]
-    assert hosts
     assert min(hosts) >= 0
-    shown = capsys.readouterr().out
-    for text in ("W1, batch 2, blocks 100", "launch seconds"):
-        assert text in shown
 
 
 def test_batches_are_measured_in_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +210,7 @@ def test_batches_are_measured_in_all_ways(tmp_path: Path, monkeypatch: pytest.Mo
 def test_work_is_measured_beside_every_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rehearsal = Rehearsal()
     by_work: dict[str, set[str]] = {}
-    ours = {
-        f"kernel, {told}"
-        for told in ("1 programs", "3 programs", "3 programs, high priority", "3 programs, 32 KiB in flight")
-    }
-    loads = {*ours, "cudaMemcpyAsync"}
+    loads = {"kernel, 1 programs", "kernel, 3 programs", "cudaMemcpyAsync"}
     for row in overlapped(tmp_path / "rows.jsonl", 5, rehearsal):
         check_row(row, "overlap")
         by_work.setdefault(row["parameters"]["work"], set()).add(row["variant"])
@@ -242,7 +223,7 @@ def test_work_is_measured_beside_every_load(tmp_path: Path, capsys: pytest.Captu
     assert by_work["bf16 products"] == by_work["transformer steps"] == {"alone", *loads}
     assert {"alone", *fed} <= by_work["fed transformer steps"]
     # Five loads end before the work does: more are queued until they last, and then as many at once.
-    assert rehearsal.counts == ([4, 10] * 5 + [10] * 10) * 2
+    assert rehearsal.counts == ([4, 10] * 3 + [10] * 6) * 2
     assert "alone" in capsys.readouterr().out
 
 
@@ -285,13 +266,13 @@ def test_nothing_wrong_is_timed(what: str, tmp_path: Path, monkeypatch: pytest.M
         message = "kernel, 1 programs, " + ("W1" if what == "kernel alone" else "bf16 products, batch 2")
     measure = functools.partial(overlapped, out, 50, Rehearsal())
     if what == "kernel alone":
-        told = {"library": Library(), "sizes": dataclasses.replace(SIZES, rows=(512,), batches=(3,))}
+        told = {"library": Library(), "sizes": dataclasses.replace(SIZES, batches=(3,))}
         measure = functools.partial(
-            collect.measured_on_gpu, session(out, experiment="collect"), Rehearsal(), 3, **told
+            gpu_batches.measured, session(out, experiment="collect"), Rehearsal(), 3, **told
         )
     with pytest.raises(harness.Incorrect, match=message):
         measure()
-    assert not out.exists()
+    assert not out.exists() or not rows_of(out)
 
 
 @pytest.mark.parametrize(
@@ -326,11 +307,11 @@ def test_loads_are_counted_in_parts_and_make_the_rate_beside_the_work() -> None:
         ([-0.5, 9.5, 19.5], 1.0, 0.1),
     ):
         assert overlap.moved(ends, seconds) == pytest.approx(loads)
-    nothing = types.SimpleNamespace(launch=None, check=None, refresh=lambda: None, bytes=600, urgent=False)
+    nothing = types.SimpleNamespace(launch=None, check=None, refresh=lambda: None, bytes=600)
 
     def pair(each: float) -> Any:
         timed = Rehearsal()
-        timed.beside = lambda work, load, count, urgent: (3.0, [i * each for i in range(count)])  # type: ignore[method-assign]
+        timed.beside = lambda work, load, count: (3.0, [i * each for i in range(count)])  # type: ignore[method-assign]
         return overlap.Pair(timed, nothing, nothing)
 
     made = pair(0.5)
@@ -345,28 +326,32 @@ def test_loads_are_counted_in_parts_and_make_the_rate_beside_the_work() -> None:
 
 
 @pytest.fixture
-def swept() -> Iterator[tuple[Any, Any]]:
-    """A table of two trajectories of 64 steps, and rows of 5 steps of it for two batches of 3."""
-    with gather_rows.sweep_table(64, 2) as table:
-        kind = gather_rows.RowKind("step64", 5, 2, 64)
-        rows = gather_rows.SweepRows(Rehearsal(), table, kind, 3, 2, (64, 2))
+def drawn() -> Iterator[tuple[Any, Any]]:
+    """A table of trajectories of 6 steps, and rows of it for two batches of 3."""
+    data = workloads.Data(SHORT.of(3))
+    with data.table(6, packed=False) as table:
+        rows = gather_rows.WorkloadRows(Rehearsal(), data, table, 3, 2)
         rows.refresh()
         yield table, rows
 
 
-def test_copies_of_the_driver_give_the_kernels_batch(swept: Any) -> None:
+def test_copies_of_the_driver_give_the_kernels_batch(drawn: Any) -> None:
     assert ctypes.sizeof(copies.Attributes) == 24
-    library, (table, rows) = Library(), swept
+    library, (table, rows) = Library(), drawn
     variant = copies.copies_of(Rehearsal(), copies.Driver(library), rows)
     variant.check()
     assert variant.measure() > 0
     targets, sources, sizes = copies.row_copies(rows, 1)
-    column, out = table._engine.region.blocks("step64"), rows.buffers[1].batch["step64"]
-    assert targets.tolist() == [out.data_ptr() + 320 * i for i in range(3)]
-    assert sizes.tolist() == [320] * 3
-    assert np.all(sources >= column.ctypes.data)
-    assert np.all(sources + sizes <= column.ctypes.data + column.nbytes)
-    assert library.calls == [(3, copies.ORDER_ANY, 0, [0, 0, 0, 0], STREAM)] * 4
+    column, out, row = (
+        table._engine.region.blocks("action").numpy(),
+        rows.buffers[1].batch["action"],
+        6 * 8 * 4,
+    )
+    assert targets.tolist()[3:6] == [out.data_ptr() + row * i for i in range(3)]
+    assert sizes.tolist()[3:6] == [row] * 3
+    assert np.all(sources[3:6] >= column.ctypes.data)
+    assert np.all(sources[3:6] + sizes[3:6] <= column.ctypes.data + column.nbytes)
+    assert library.calls == [(9, copies.ORDER_ANY, 0, [0, 0, 0, 0], STREAM)] * 4
 
 
 class Registered(Library):
@@ -381,9 +366,9 @@ class Registered(Library):
 
 @pytest.mark.parametrize("inside", [0, 100])
 def test_copies_of_the_driver_stop_where_a_registration_does(
-    inside: int, swept: Any, monkeypatch: pytest.MonkeyPatch
+    inside: int, drawn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, (table, rows) = Registered(), swept
+    library, (table, rows) = Registered(), drawn
     whole = copies.row_copies(rows, 0)
     _, sources, sizes = whole
     library.bound = bound = int(sources[1]) + inside
@@ -395,7 +380,7 @@ def test_copies_of_the_driver_stop_where_a_registration_does(
     variant = copies.copies_of(Rehearsal(), copies.Driver(library), rows)
     variant.check()
     parts = copies.split(whole, [bound])
-    assert {len(part) for part in parts} == {3 + spanning}
+    assert {len(part) for part in parts} == {9 + spanning}
     assert parts[2].sum() == sizes.sum()
     assert variant.measure() > 0
 
@@ -420,12 +405,12 @@ def test_the_yardstick_s_copies_stop_there_too() -> None:
     assert not any(begin < bound < end for begin, end in spans for bound in bounds)
 
 
-def test_copies_that_do_not_work_say_why(swept: Any) -> None:
+def test_copies_that_do_not_work_say_why(drawn: Any) -> None:
     for library, why in (
         (Library(code=801), "cuMemcpyBatchAsync returned 801 at copy 7"),
         (Library(wrong=True), "differ"),
     ):
-        variant = copies.copies_of(Rehearsal(), copies.Driver(library), swept[1])
+        variant = copies.copies_of(Rehearsal(), copies.Driver(library), drawn[1])
         assert not variant.required
         with pytest.raises(harness.Incorrect, match=why):
             variant.check()

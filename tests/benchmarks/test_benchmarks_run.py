@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from benchmarks_common import HAS_GPU, ROOT, call, needs_no_gpu
+from benchmarks_common import HAS_GPU, ROOT, call, needs_no_gpu, rows_of
 
 from benchmarks import experiments, harness, options, run
 from benchmarks.peers import catalog
@@ -31,6 +31,7 @@ NAMES = (
     "overlap",
     "transitions",
     "simulator",
+    "device",
     "packed",
     "graph",
     "learn",
@@ -262,55 +263,69 @@ _INTERPRETER = """#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
     *"import rich, typer"*) [[ $LACKS != typer ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
-    *"import gymnasium"*) [[ -z $LACKS ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
-    *"benchmarks select"*) exit 3 ;;
-    "-m pytest"*) cp "$OUT_DIR/summary.txt" "$OUT_DIR/before-$(wc -l <"$CALLS").txt" ;;
+    *"benchmarks collect"*) exit 3 ;;
+    *"benchmarks simulator"*) cp "$OUT_DIR/summary.txt" "$OUT_DIR/before.txt" ;;
 esac
 """
-"""In place of Python: has a GPU, and `select` fails; notes what it is called with."""
+"""In place of Python: has a GPU, and `collect` fails; notes what it is called with."""
+_GROUPS = ("users", "gather", "priority", "writers", "place", "packed", "shards")
+_STAGES = ("device", "collect", "overlap", "simulator", "packed", "graph")
 
 
-def gpu_check(tmp_path: Path, lacks: str) -> tuple[int, str, list[str]]:
+def gpu_check(tmp_path: Path, lacks: str = "", **more: str) -> tuple[int, str, list[str]]:
     """Run the script with an interpreter that does nothing: its status, its summary, and all calls."""
     python, calls, out = script(tmp_path / "python", _INTERPRETER), tmp_path / "calls", tmp_path / "out"
     told = {"PYTHON": str(python), "CALLS": str(calls), "LACKS": lacks, "OUT_DIR": str(out)}
-    done = bash("gpu_check.sh", out, **told, BENCH="--repeats 2")
+    done = bash("gpu_check.sh", out, **told, BENCH="--repeats 2", **more)
     summary = (out / "summary.txt").read_text(encoding="utf-8")
     assert summary in done.stdout
     return done.returncode, summary, calls.read_text(encoding="utf-8").splitlines()
 
 
-def test_gpu_check_runs_the_most_important_first_within_ten_minutes(tmp_path: Path) -> None:
-    status, summary, calls = gpu_check(tmp_path, lacks="")
-    assert status == 1  # `select` failed, and those after it ran all the same
-    names = ["single-server", "collect", "select", "overlap", "batch-size", "simulator", "train", "packed"]
-    stages = [f"{name} tests" for name in ("gather", "priority", "place", "packed", "shards")]
-    lines = ["loops", *stages, *names[:2], "predicted", *names[2:]]
-    assert [line[:14].strip() for line in summary.splitlines()] == lines
-    assert [line[15:29].strip() for line in summary.splitlines()] == [
-        "FAILED (3)" if name == "select" else "passed" for name in lines
-    ]
-    beside = f"-m benchmarks predict --beside {tmp_path}/out/collect-cuda.jsonl"
-    assert beside in calls
-    found = [line.split() for line in calls if line.startswith("-m benchmarks ") and line != beside]
-    for name, told in zip(names, found, strict=True):
+def verdicts(summary: str) -> dict[str, str]:
+    return {line[:14].strip(): line[15:29].strip() for line in summary.splitlines()}
+
+
+def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: Path) -> None:
+    status, summary, calls = gpu_check(tmp_path)
+    assert status == 1  # `collect` failed, and those after it ran all the same
+    found = verdicts(summary)
+    assert list(found) == [
+        "loops", *(f"{name} tests" for name in _GROUPS), "sanitizer", *_STAGES
+    ]  # fmt: skip
+    for name, verdict in found.items():
+        expected = {"collect": "FAILED (3)", "sanitizer": "LEFT OUT"}.get(name, "passed")
+        assert verdict == expected or (name, verdict) == ("sanitizer", "passed")  # where it is installed
+    measured = [line.split() for line in calls if line.startswith("-m benchmarks ")]
+    for name, told in zip(_STAGES, measured, strict=True):
         assert told[2:5] == [name, "--device", "cuda"]
-        assert told[7:] == ["--out", str(tmp_path / "out" / f"{name}-cuda.jsonl"), "--repeats", "2"]
-    minutes = [float(told[told.index("--minutes") + 1]) for told in found]
+        assert told[7:] == ["--out", str(tmp_path / "out" / "rows.jsonl"), "--repeats", "2"]
+    minutes = [float(told[told.index("--minutes") + 1]) for told in measured]
     assert minutes == sorted(minutes)  # what one leaves, the next may have
-    assert 0.5 < minutes[0] < minutes[-1] < 9.5
-    # What must be correct comes first, each kind in a stage of its own, without the benchmarks' tests.
+    assert 0.5 < minutes[0] < minutes[-1] < 9
+    # What must be correct comes first, without the benchmarks' tests.
     tests = [call for call in calls if call.startswith("-m pytest")]
-    for line, stage in zip(tests, stages, strict=True):
-        assert " -m gpu -v " in line  # a line a test, as it ends
-        assert (ROOT / line.split()[-1]).is_file()
-        name = stage.replace(" ", "-")
-        assert f"--junitxml={tmp_path}/out/{name}.xml" in line
-        assert (tmp_path / "out" / f"{name}.log").exists()
-    assert calls.index(tests[-1]) < calls.index(" ".join(found[0]))
-    # Each stage's line is there before the next begins.
-    seen = sorted((tmp_path / "out").glob("before-*.txt"), key=lambda path: int(path.stem.split("-")[1]))
-    assert [len(path.read_text(encoding="utf-8").splitlines()) for path in seen] == [1, 2, 3, 4, 5]
+    assert len(tests) == len(_GROUPS)
+    for line in tests:
+        assert line.startswith("-m pytest -m gpu -v ")  # a line a test, as it ends
+        files = line.split()[8:]
+        assert files
+        assert all((ROOT / file).is_file() for file in files)
+        assert calls.index(line) < calls.index(" ".join(measured[0]))
+    # Each stage's line is there before the next begins, and few files are left.
+    before = (tmp_path / "out" / "before.txt").read_text(encoding="utf-8")
+    assert list(verdicts(before)) == list(found)[: list(found).index("simulator")]
+    left = {"machine.txt", "summary.txt", "tests.log", "log.txt", "before.txt"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == left
+
+
+def test_gpu_check_runs_the_stages_that_are_named(tmp_path: Path) -> None:
+    _, summary, calls = gpu_check(tmp_path, STAGES="simulator packed")
+    assert [name for name, verdict in verdicts(summary).items() if verdict != "LEFT OUT"] == [
+        "simulator",
+        "packed",
+    ]
+    assert not any(call.startswith("-m pytest") for call in calls)
 
 
 def test_gpu_check_wants_a_folder_and_tests_without_a_package_of_the_benchmarks(tmp_path: Path) -> None:
@@ -325,11 +340,30 @@ def test_gpu_check_wants_a_folder_and_tests_without_a_package_of_the_benchmarks(
     assert not any(call.startswith("-m benchmarks") for call in calls)
 
 
-def test_gpu_check_leaves_training_out_without_its_environment(tmp_path: Path) -> None:
-    _, summary, calls = gpu_check(tmp_path, lacks="mujoco")
-    (line,) = (line for line in summary.splitlines() if line.startswith("train "))
-    assert "LEFT OUT" in line
-    assert "No module named 'mujoco'" in line
-    names = [call.split()[2] for call in calls if call.startswith("-m benchmarks ")]
-    assert "train" not in names
-    assert names[-1] == "packed"
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@needs_no_gpu
+def test_gpu_check_passes_on_the_stand_in_from_end_to_end(tmp_path: Path) -> None:
+    """With small sizes; of the tests those of users' calls that replay, as kernels are not executed there."""
+    stand_in = ROOT / "tests" / "tools" / "streams" / "instead.py"
+    python = script(
+        tmp_path / "python",
+        f"""#!/bin/bash
+if [[ "$*" != "-m pytest"* ]]; then exec {sys.executable} {stand_in} "$@"; fi
+[[ "$*" == *test_on_gpu.py* ]] || {{ echo "kernels are not executed on the stand-in"; exit 0; }}
+exec {sys.executable} {stand_in} "$@" -k "replays and (uniform or annealed or packed)"
+""",
+    )
+    out, environment = tmp_path / "out", {**os.environ, "PYTHON": str(python), "BENCH": "--quick --repeats 1"}
+    environment["SLOWER"] = "20"  # than a GPU
+    command = ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
+    found = verdicts((out / "summary.txt").read_text(encoding="utf-8"))
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert set(found.values()) == {"passed", "LEFT OUT"}
+    assert "3 passed" in (out / "tests.log").read_text(encoding="utf-8")
+    rows = rows_of(out / "rows.jsonl")
+    assert {row["experiment"] for row in rows} == set(_STAGES)
+    assert len(list(out.iterdir())) <= 8
+    measured = {row["workload"] for row in rows if row["experiment"] == "device"}
+    assert {"marks", "calls", "batch", "functions"} <= measured

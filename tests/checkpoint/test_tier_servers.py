@@ -15,7 +15,8 @@ from table_common import fresh_name
 from tier_common import WINDOWS, fitting, rows, spill, tiered
 
 import gear_loader as gear
-from gear_loader.collection.windows import expand, windows_of
+from gear_loader.collection.n_step import ReturnWindows
+from gear_loader.collection.windows import _ONCE, expand, windows_of
 from gear_loader.errors import LockTimeoutError
 from gear_loader.storage.disk_copies import copies_of
 from gear_loader.transport.queries import SpanQuery, WindowQuery
@@ -39,7 +40,7 @@ def reply(query: Any, asked: Any, *, on_disk: bool) -> Any:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("kind", ["windows", "spans"])
+@pytest.mark.parametrize("kind", ["windows", "spans", "returns"])
 def test_a_server_sends_rows_of_it(tmp_path: Path, kind: str, packed: bool) -> None:
     """Replies equal those of a table that fits, and are not made in the event loop if rows lie on disk."""
     names = [fresh_name(), fresh_name()]
@@ -63,6 +64,14 @@ def test_a_server_sends_rows_of_it(tmp_path: Path, kind: str, packed: bool) -> N
                 asked = np.stack((slots, np.arange(COUNT) % 3, generations))
                 query, data_bytes = WindowQuery, specs[0].data_bytes(COUNT)
                 first = COUNT * specs[0].pieces(COUNT)[0].row_bytes
+            elif kind == "returns":
+                again = {"next": gear.Window(1, column="wide"), "value": gear.Window(1)}
+                windows = {"number": gear.Window(3), "flag": gear.Window(3), **again, "task": _ONCE}
+                returns = [ReturnWindows("number", "flag", 0.5, ("next", "value"))]
+                specs = [WindowSpec(name, table.schema, windows, returns) for name in names]
+                asked = np.stack((slots, np.arange(COUNT) % 3, generations))
+                query, data_bytes = WindowQuery, specs[0].data_bytes(COUNT)
+                first = COUNT * specs[0].pieces(COUNT)[0].row_bytes
             else:
                 specs = [PackedSpec(name, table.schema, columns) for name in names]
                 counts = LENGTHS - LENGTHS // 3 - LENGTHS % 2 * (LENGTHS > 2)
@@ -82,7 +91,7 @@ def test_a_server_sends_rows_of_it(tmp_path: Path, kind: str, packed: bool) -> N
             lost = ~np.isin(slots, table.indices())
             assert 0 < lost.sum() < COUNT
             assert (out[data_bytes : data_bytes + COUNT] == lost).all(), "those that cannot be read are gone"
-            each = np.repeat(lost, first // COUNT) if kind == "windows" else np.repeat(lost, 17 * 8 * counts)
+            each = np.repeat(lost, first // COUNT) if kind != "spans" else np.repeat(lost, 17 * 8 * counts)
             assert not out[:first][each].any(), "old contents of the buffer"
         finally:
             table.unlink()

@@ -21,7 +21,9 @@ from streams.machine import Policy
 from test_batches_of_sources import SIZES, of_table
 
 import gear_loader as gear
+from gear_loader.checkpoint import loading
 from gear_loader.errors import PrivateTableError, RegionError, SchemaError, StaleIndexError, TableFullError
+from gear_loader.graph.table_rows import TableRows
 from gear_loader.storage import device_memory
 from gear_loader.storage.schema import Schema
 
@@ -175,11 +177,14 @@ class Program:
         self.remove()
         self.extend()
         self.table.save(self.path / "saved")  # a second round, of what is new
-        with gear.Table.load(self.path / "saved") as loaded:
-            assert len(loaded) == len(self.table)
-            for one, other in zip(loaded.indices().tolist(), self.table.indices().tolist(), strict=True):
-                for name, values in self.table[other].items():
-                    assert torch.equal(loaded[one][name], values)
+        for device in (None, DEVICE):
+            with gear.Table.load(self.path / "saved", device=device, block_steps=5) as loaded:
+                assert loaded._engine.device == device
+                assert len(loaded) == len(self.table)
+                for one, other in zip(loaded.indices().tolist(), self.table.indices().tolist(), strict=True):
+                    for name, values in self.table[other].items():
+                        assert torch.equal(loaded[one][name], values)
+                loaded.check_valid()
 
 
 @pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
@@ -189,26 +194,30 @@ def test_random_programs(
 ) -> None:
     for seed in seeds:
         monkeypatch.setattr(device_memory, "STAGING_BYTES", (20_000, 4_000)[seed % 2])
+        monkeypatch.setattr(loading, "IMAGE_BYTES", 50_000)
         with stand_in(policy, seed):
             Program(seed, tmp_path / str(seed)).run(25)
 
 
-def check_that_batches_follow() -> None:
+def check_that_batches_follow(prefetch: int | None = None) -> None:
+    """`prefetch`: of an iteration; None for `sample`."""
     with stand_in("latest") as cuda, on_gpu(on_full="evict_oldest", max_steps=60) as table:
-        data = gear.ReplayDataset(
-            table, batch_size=9, windows={"reward": gear.Window(1, squeeze=True)}, device=DEVICE
-        )
+        options: dict[str, Any] = {"windows": {"reward": gear.Window(1)}, "batch_size": 9, "device": DEVICE}
+        data = gear.ReplayDataset(table, **options, prefetch=prefetch or 0, batches_per_epoch=12)
+        table.add(trajectory(99))
+        batches = iter(data)
         for number in range(12):
             slot = table.add(trajectory(number))
-            batch = data.sample()
+            batch = data.sample() if prefetch is None else next(batches)
             held = batch["index"].cpu() == slot
             assert (batch["reward"].cpu()[held] == number).all()
-        assert cuda.machine.counts["event.synchronize"] < 60
+        assert cuda.machine.counts["event.synchronize"] < 100
 
 
 def test_batches_follow_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which nobody waits for; the check finds that they do not."""
     check_that_batches_follow()
+    check_that_batches_follow(prefetch=0)
     monkeypatch.setattr(device_memory.DeviceMemory, "follow", lambda *_: None)
     with pytest.raises(AssertionError):
         check_that_batches_follow()
@@ -255,6 +264,11 @@ def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
             (SCHEMA, {"disk": gear.Disk(tmp_path / "a")}, "disk: .*save.. writes a checkpoint"),
             (SCHEMA, {"disk": gear.Disk(tmp_path / "a", size="1GiB"), "memory": "1MiB"}, "disk: "),
             (late, {}, r"late columns: \['late'\]"),
+            (
+                {"text": gear.Column(str)},
+                {"memory": gear.Memory(payload="1MiB")},
+                r"ragged columns: \['text'\]",
+            ),
             (mutable, {}, r"mutable columns: \['state'\]"),
             (version, {"limits": gear.Limits(version="version")}, r"Limits\(version=\): 'version'"),
         ):
@@ -274,6 +288,10 @@ def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
                     call()
             with pytest.raises(PrivateTableError):
                 table.serve()
+            with pytest.raises(SchemaError, match="expected a table in host memory, of which other nodes"):
+                gear.distributed.Shards([table])
+            with pytest.raises(SchemaError, match="expected a table in host memory, which a GPU reads too"):
+                TableRows(table, ["obs"])
             with pytest.raises(StaleIndexError):
                 table[0]
             assert "of cuda:1" in repr(table)

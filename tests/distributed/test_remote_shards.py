@@ -14,11 +14,13 @@ import pytest
 import torch
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
 from options_common import nested
+from played_peer import PlayedPeer
 from test_global_selection import COUNTS, WINDOWS, alone, kept
 from waiting_common import go_on, stop_process
 
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards, shard_tables
+from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shard_source import ShardSource
 
 ROWS, BATCHES = 24, 5
@@ -274,3 +276,125 @@ def test_servers_and_secrets_are_checked() -> None:
         Shards(filled(None, 0, [1]), servers={"a": "socket://127.0.0.1:1"})
     with pytest.raises(gear.errors.HandshakeError, match="5 bytes was received; expected at least 16 bytes"):
         Shards(filled(None, 0, [1]), secret=b"short")
+
+
+# ---------------------------------------------------------------- n-step returns
+
+RETURNS: dict[str, Any] = {
+    "obs": gear.Window(1, squeeze=True),
+    "target": gear.NStep("reward", 5, 0.9, "terminated", next="obs"),
+    "more": gear.NStep("half", 2, 0.5, "terminated", next=("flag", "obs")),
+    "flag": gear.Window(3, -1),
+    "task": None,
+}
+
+
+def rewarded(name: str | None, shard: int) -> gear.Table:
+    """Episodes that terminate, or are truncated, with final steps or without."""
+    columns = {
+        "obs": gear.Column(torch.uint8, (600,), final=True),
+        "reward": gear.Column(torch.float32),
+        "half": gear.Column(torch.bfloat16, (1,)),
+        "terminated": gear.Column(torch.bool),
+        "flag": gear.Column(torch.int16, (2,)),
+        "task": gear.Column(torch.int64, per="trajectory"),
+    }
+    table = gear.Table.create(columns, max_steps=400, max_trajectories=40, block_steps=8, name=name)
+    random = np.random.default_rng(shard)
+    for number in range(30):
+        length = int(random.integers(1, 14))
+        obs = random.integers(0, 255, (length + 1, 600)).astype(np.uint8)
+        steps = {
+            "obs": obs[:-1],
+            "reward": random.random(length).astype(np.float32),
+            "half": torch.from_numpy(random.random((length, 1))).bfloat16(),
+            "terminated": np.arange(length) == (length - 1 if number % 2 else -1),
+            "flag": random.integers(0, 99, (length, 2)).astype(np.int16),
+            "task": np.int64(100 * shard + number),
+        }
+        table.add(
+            steps,
+            priority=1e5 if number == 5 else 1.0 + number % 7,
+            final={"obs": obs[-1]} if number % 3 else None,
+        )
+    return table
+
+
+def flat(batch: Any) -> list[Any]:
+    """All values of a batch, in order."""
+    parts = [flat(each) if isinstance(each, dict) else [each.clone()] for _, each in sorted(batch.items())]
+    return [value for part in parts for value in part]
+
+
+def returned(shards: Shards, prefetch: int = 2) -> list[Any]:
+    data = gear.ReplayDataset(
+        shards,
+        batch_size=12 // shards.num_slices,
+        windows=RETURNS,
+        sampler=gear.Prioritized(unit="step"),
+        seed=3,
+        batches_per_epoch=6,
+        device="cpu",
+        prefetch=prefetch,
+    )
+    return [flat(batch) for batch in data]
+
+
+def returns_rank(rank: int, world: int, transport: str) -> dict[str, Any]:
+    table, found = rewarded(f"gear-returns-{os.getppid()}-{rank}", rank), dict[str, Any]()
+    real, asked = RemoteShard._ask, [0]
+
+    def ask(shard: Any, spec: Any, given: Any, size: int, *more: Any) -> Any:
+        asked[0] += size
+        return real(shard, spec, given, size, *more)
+
+    RemoteShard._ask = ask  # type: ignore[method-assign]
+    try:
+        for cache in (None, "1MiB"):
+            with Shards(table, node=f"node-{rank}", transport=transport, timeout=90, cache=cache) as shards:
+                assert shards.remote
+                asked[0] = 0
+                found[f"cache {cache}"] = returned(shards), asked[0]
+                if cache:
+                    assert shards.cache_stats().num_hits > 0
+                else:
+                    with (
+                        pytest.MonkeyPatch.context() as patch
+                    ):  # all steps are sent, and the returns computed here
+                        patch.setattr(ShardSource, "computes", False)
+                        asked[0] = 0
+                        found["windows"] = returned(shards), asked[0]
+                shards.exchange.barrier()
+    finally:
+        table.unlink()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", carriers())
+def test_owners_of_rows_compute_their_returns(transport: str) -> None:
+    """Batches are those of one process; a return takes the observation at its bootstrap step, and not all before."""
+    with rewarded(None, 0) as first, rewarded(None, 1) as second:
+        expected = returned(Shards([first, second]))
+    for rank, found in enumerate(run_ranks(2, returns_rank, transport)):
+        for name, (batches, _) in found.items():
+            for mine, whole in zip(batches, expected, strict=True):
+                for got, value in zip(mine, whole, strict=True):
+                    assert torch.equal(got, value[6 * rank : 6 * rank + 6]), name
+        few, all_steps = found["cache None"][1], found["windows"][1]
+        # Of 600 bytes: 3 observations, before 1 + 6 + 3; padding to 128 bytes a piece comes on top.
+        assert few < 0.45 * all_steps if transport != "nixl" else few == all_steps
+
+
+@pytest.mark.parametrize("cache", [None, "1MiB"])
+def test_owners_compute_returns(cache: str | None) -> None:
+    with rewarded(None, 0) as first, rewarded(None, 1) as second:
+        expected = returned(Shards([first, second]), 0)
+        shards = Shards([first, second], cache=cache)
+        shards.remote = True
+        peer: Any = PlayedPeer(second, set())
+        shards._sources[1] = RemoteShard(peer, "played", first.schema)
+        for mine, whole in zip(returned(shards, 0), expected, strict=True):
+            for got, value in zip(mine, whole, strict=True):
+                assert torch.equal(got, value)
+        assert cache is None or shards.cache_stats().num_hits > 0

@@ -313,3 +313,32 @@ def test_the_side_stream_is_its_own_and_has_the_priority_that_was_asked_for() ->
             gc.collect()
     assert seen[0] is seen[1]
     assert seen[0].priority == -1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("agents", [None, ["a", "b"]])
+def test_adding_what_a_gpu_holds_waits_once(agents: list[str] | None) -> None:
+    cuda = Cuda(0, "latest")
+    with cuda.installed():
+        buffer = gear.ReplayBuffer(100, agents=agents, device="cpu")
+
+        def on_gpu(number: float) -> dict[str, torch.Tensor]:
+            return {name: torch.tensor(number + i, device="cuda:1") for i, name in enumerate("ab")}
+
+        for step in range(4):
+            flags = {name: torch.tensor(step == 2, device="cuda:1") for name in "ab"}
+            numbers = on_gpu(-step)
+            reward, flag = (numbers, flags) if agents else (numbers["a"], flags["a"])
+            values = (on_gpu(step), on_gpu(2 * step), reward, on_gpu(step + 1), flag, flag)
+            before = collections.Counter(cuda.machine.counts)
+            buffer.add(*values)
+            waits = sum(cuda.machine.counts[name] - before[name] for name in WAITS)
+            assert waits == 1 or step == 0  # which creates the table
+        batch = buffer.sample(64)
+    cuda.check()
+    obs, following = batch["obs"]["a"], batch["next_obs"]["b"]
+    assert set(obs.tolist()) == {0, 1, 2, 3}
+    assert torch.equal(following, obs + 2)
+    assert torch.equal(batch["action"]["b"], 2 * obs + 1)
+    reward, discount = (batch[name]["a"] if agents else batch[name] for name in ("reward", "discount"))
+    assert torch.equal(reward, -obs)
+    assert torch.equal(discount == 0, obs == 2)

@@ -39,9 +39,16 @@ class PlayedPeer:
         gone = np.isin(slots, list(self.gone)) | (state[slots] != READY) | (generation[slots] != generations)
         slots, anchors = np.where(gone, np.flatnonzero(state == READY)[0], slots), np.where(gone, 0, anchors)
         cpu = torch.device("cpu")
-        stored = {
-            name: dataclasses.replace(each, dtype=None, scale=None) for name, each in spec.windows.items()
+        returned = {name: each for each in spec.returns for name in each.names}
+        stored: dict[str, Any] = {
+            name: dataclasses.replace(each, dtype=None, scale=None)
+            for name, each in spec.windows.items()
+            if name not in returned
         }
+        for each in spec.returns:
+            columns = [spec.sources[name] for name in each.names]
+            n, following = spec.windows[each.reward].length, tuple(columns[2:])
+            stored[each.reward] = gear.NStep(columns[0], n, each.gamma, columns[1], following)
         data = collector_for(ShardSource(Shards(self.table)), stored, batch_size=len(slots), device=cpu)
         buffers = data.buffers()
         records = records_of(self.table, slots, anchors)
@@ -53,7 +60,12 @@ class PlayedPeer:
         for piece in spec.pieces(len(slots)):
             mask: Any = buffers.batch["mask"]
             masks = mask.get(piece.name) if isinstance(mask, dict) else mask
-            tensor = masks if piece.kind == "mask" else buffers.batch[piece.name]
+            if found := returned.get(piece.name):
+                values, place = buffers.batch[found.reward], found.names.index(piece.name)
+                names = ("mask", "bootstrap") if piece.kind == "mask" else ("return", "discount")
+                tensor = values[names[place]] if place < 2 else values["next"][spec.sources[piece.name]]
+            else:
+                tensor = masks if piece.kind == "mask" else buffers.batch[piece.name]
             values = tensor.contiguous().reshape(len(slots), -1).view(torch.uint8).numpy()
             out[piece.offset : piece.offset + values.size] = values.reshape(-1)
         first = spec.data_bytes(len(slots))

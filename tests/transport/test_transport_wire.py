@@ -14,6 +14,7 @@ from table_common import COLUMNS
 from transport_common import WINDOWS
 
 import gear_loader as gear
+from gear_loader.collection.n_step import ReturnWindows
 from gear_loader.errors import HandshakeError, SchemaError, TableFullError, TransportError
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Address, Limits, WindowSpec, carrier
@@ -137,10 +138,50 @@ def test_a_header_with_one_wrong_bit_is_refused(noise: bytes, bit: int) -> None:
             Header.parse(memoryview(broken))
 
 
+def test_returns_in_a_spec() -> None:
+    schema = Schema({
+        "reward": gear.Column(torch.float32),
+        "done": gear.Column(torch.bool),
+        "obs": gear.Column(torch.uint8, (300,)),
+        "goal": gear.Column(torch.uint8, per="trajectory"),
+    })  # fmt: skip
+    windows = {
+        name: gear.Window(3 if name in ("reward", "done") else 1) for name in ("reward", "done", "obs")
+    }
+    returns = [ReturnWindows("reward", "done", 0.5, ("obs",))]
+    spec = WindowSpec("t", schema, windows, returns)
+    read = read_spec(spec.to_bytes())
+    assert isinstance(read, WindowSpec)
+    assert (read.returns, read.windows) == (tuple(returns), spec.windows)
+    assert [piece.row_bytes for piece in read.pieces(2)] == [4, 4, 300, 1, 8]
+    fields = json.loads(spec.to_bytes())
+    for wrong in (
+        ["reward", "done", 0.5],
+        ["reward", "done", 2.0, ["obs"]],
+        ["reward", "done", float("nan"), ["obs"]],
+        ["reward", "done", True, []],
+        ["reward", "reward", 0.5, []],
+        ["obs", "done", 0.5, []],
+        ["reward", "obs", 0.5, []],
+        ["reward", "done", 0.5, ["reward"]],
+        ["reward", "done", 0.5, ["goal"]],
+        ["reward", "done", 0.5, [3]],
+        ["reward", "done", 0.5, "obs"],
+        "reward",
+    ):
+        with pytest.raises(
+            TransportError, match=r"A spec's windows: .*(returns|gamma)|A spec's windows: Returns"
+        ):
+            read_spec(json.dumps({**fields, "returns": [wrong]}).encode())
+    for wrong in ("all", [returns[0]] * 2):
+        with pytest.raises(TransportError, match="A spec's windows"):
+            read_spec(json.dumps({**fields, "returns": wrong}).encode())
+
+
 def test_versions_and_kinds_of_headers() -> None:
     """The first bytes are the same in every version."""
-    assert Header(Kind.HELLO, 0, 1, 2).pack()[:16] == b"GEARWIRE" + bytes([5, 0, 1, 0, 0, 0, 0, 0])
-    with pytest.raises(VersionError, match="version 7; this side speaks version 5"):
+    assert Header(Kind.HELLO, 0, 1, 2).pack()[:16] == b"GEARWIRE" + bytes([6, 0, 1, 0, 0, 0, 0, 0])
+    with pytest.raises(VersionError, match="version 7; this side speaks version 6"):
         Header.parse(memoryview(Header(Kind.HELLO, 0, 1, 2).pack(version=7)))
     with pytest.raises(ProtocolError, match="kind 99; expected 1 to 26"):
         Header.parse(memoryview(Header(99, 0, 0, 0).pack()))  # type: ignore[arg-type]

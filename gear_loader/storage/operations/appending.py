@@ -21,9 +21,10 @@ from gear_loader.storage.states import READY, WRITING
 # Compiled into the cached machine code.
 assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_RUN, LANE_LAST) == (0, 1, 2, 5, 7)
 
-UNLESS_RESET, ENDS = 2, 4
+UNLESS_RESET, ENDS, GOES_ON = 2, 4, 8
 """A row's kind is 0 if it does not count, 1 if it does, or UNLESS_RESET: if it does not repeat what followed a row that
-ended its trajectory, with zeros in the column of rewards, and does not end itself; plus ENDS if its trajectory ends."""
+ended its trajectory, with zeros in the column of rewards, and does not end itself; plus ENDS if its trajectory ends;
+plus GOES_ON if it goes on with its lane's trajectory whatever it has: its values replace the final step."""
 
 # Head of a request to `append_lanes`, int64: number of lanes n, of columns C, of rows K, of columns per trajectory O;
 # the item that is next (row k of lane i is item k * n + i), and the one to stop at; steps of a trajectory at which it
@@ -90,7 +91,7 @@ def write_ahead(p: Any, lanes: Any, request: Any) -> None:
     finals = following + 24 * width + 16 * width
     kinds = finals + 8 * width + 48 * request[AHEAD_ONCE]
     scratch = request.ctypes.data + 8 * (len(request) - 3 * TOGETHER)
-    cut = request[AHEAD_CUT]
+    cut = request[AHEAD_CUT] + (request[AHEAD_STATE] == READY)  # the next row sees that it is reached
     write_rows(
         p.ctypes.data,
         lanes.ctypes.data,
@@ -102,7 +103,7 @@ def write_ahead(p: Any, lanes: Any, request: Any) -> None:
         finals,
         kinds,
         cut,
-        ENDS,
+        ENDS | GOES_ON,
         request[AHEAD_STATE],
         scratch,
     )
@@ -160,6 +161,8 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
     ids = request[b + 3 : b + 3 + (overlap + 3) // 2].view(np.int32)
     final[0] = 1
     cut, reward = request[AHEAD_CUT], request[AHEAD_REWARD]
+    # Whether a trajectory of AHEAD_CUT steps stays that of its lane, whose next row begins another one.
+    stays = state == READY and (first >= 0 or request[AHEAD_AT_ONCE] == 0)
     pid, process_start, publishes = request[AHEAD_PID], request[AHEAD_START], request[AHEAD_PUBLISHES] != 0
     item, end = request[AHEAD_AT], request[AHEAD_END]
     k, i = item // n, item % n
@@ -202,7 +205,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
         if kind != 0 and steps > 0:
             same = True
             for c in range(width):
-                if same and finals[c] == 1:
+                if same and finals[c] == 1 and kinds[item] & GOES_ON == 0:
                     known = place_of(columns, c, block, inside)
                     same = not differ_step(known, row_of(sources, c, i, k), columns[c, 2])
             goes_on = same and steps >= cut
@@ -219,7 +222,8 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
                 after = int(v.block_ids[v.extent[slot, 1] + place])
                 require(after >= 0 and after < v.num_blocks)
                 inside_after = steps + 1 - place * v.block_steps
-                put_row(columns, sources, following, finals, i, k, block, inside, after, inside_after, True)
+                known = kinds[item] & GOES_ON == 0
+                put_row(columns, sources, following, finals, i, k, block, inside, after, inside_after, known)
                 lane[LANE_STEPS] = steps + 1
             publish_steps(v, slot, visible, 1)
         if kind != 0 and visible == hidden:
@@ -274,7 +278,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
                 if state == WRITING:
                     slots[0] = slot
                     commit(v, slots, priorities[i : i + 1], now)
-                if ends or first < 0:
+                if ends or not stays:
                     clear_lane(lane, -1)
         item += 1
         i += 1

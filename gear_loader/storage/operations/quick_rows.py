@@ -66,8 +66,9 @@ def write_rows(  # type: ignore[no-untyped-def]
 
     Args:
         places: address of the result of `places_of`. lanes, columns, sources, following, finals, kinds: addresses of
-            what `append_lanes` gets. n, width: number of lanes, and of columns. cut: steps at which a trajectory ends.
-            ends: ENDS. wanted: state of the trajectories. scratch: address of 3 * TOGETHER words.
+            what `append_lanes` gets. n, width: number of lanes, and of columns. cut: steps that none gets.
+            ends: kinds with one of these bits are left out. wanted: state of the trajectories. scratch: address of 3 *
+            TOGETHER words.
     """
     extent, generation, state, block_ids = (
         _load(places + 16),

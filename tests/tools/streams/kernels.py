@@ -18,7 +18,15 @@ import torch
 
 from gear_loader.kernels import append as appending
 from gear_loader.kernels import cast as casting
-from gear_loader.kernels import cast_reference, packed_reference, priority, priority_reference, reference
+from gear_loader.kernels import (
+    cast_reference,
+    neighbors,
+    neighbors_reference,
+    packed_reference,
+    priority,
+    priority_reference,
+    reference,
+)
 from gear_loader.kernels import gather as gathering
 from gear_loader.kernels import items as items_kernels
 from gear_loader.kernels import packed as packing
@@ -145,6 +153,7 @@ class Launchers:
         self._gather, self._place, self._split = gathering.gather, placing.place, splitting.split
         self._gather_packed, self._cast = packing.gather_packed, casting.cast
         self._store, self._append = storing.store, appending.append
+        self._neighbors = neighbors.draw
         self._update, self._build = priority.update, priority.build
         self._draw, self._draw_distinct = priority.draw, priority.draw_distinct
         self._locate, self._resolve, self._weigh = (
@@ -440,6 +449,21 @@ class Launchers:
 
         launch.queue(run)
 
+    # ---------------------------------------------------------------- graphs of nodes
+
+    def draw_neighbors(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        nodes: torch.Tensor,
+        random: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        self._neighbors(indptr, indices, nodes, random, out)
+        launch = self._launch(nodes.device, "draw neighbors")
+        given, drawn = [launch.read(part) for part in (indptr, indices, nodes, random)], launch.write(out)
+        launch.queue(lambda: neighbors_reference.draw(*(view.tensor() for view in given), drawn.tensor()))
+
     # ---------------------------------------------------------------- items and rows
 
     def weigh(
@@ -649,3 +673,7 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, name, _Kernel(cuda, name, getattr(module, name)))
         for name in names:
             patch.setattr(module, name, getattr(launchers, name))
+    patch.setattr(
+        neighbors, "neighbors_kernel", _Kernel(cuda, "neighbors_kernel", neighbors.neighbors_kernel)
+    )
+    patch.setattr(neighbors, "draw", launchers.draw_neighbors)

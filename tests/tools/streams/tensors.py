@@ -21,6 +21,7 @@ _DETACHED = {torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.de
 _SIZED_BY_VALUES = {
     "nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "repeat_interleave"
 }  # fmt: skip
+_LIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -265,7 +266,8 @@ class CudaFunctions(TorchFunctionMode):
             args = [
                 part if isinstance(part, torch.Tensor) else torch.tensor(part, device="cpu") for part in args
             ]
-        if function in self._factories:
+        like = function in _LIKE and "device" in options and not isinstance(args[0], DeviceTensor)
+        if like or function in self._factories:
             return self._make(function, args, options)
         return function(*args, **options)
 
