@@ -19,7 +19,7 @@ from table_common import Died, Fragile, bury, mortal
 
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, LockTimeoutError, SchemaError, TableFullError
-from gear_loader.storage.payload import with_records
+from gear_loader.storage.ragged_input import with_records
 from gear_loader.storage.schema import Schema
 
 COLUMNS = {
