@@ -104,7 +104,8 @@ def test_the_page_needs_nothing_else_and_has_the_pictures_in_it(made: Path, read
         files
     )
     for experiment in experiments.EXPERIMENTS:
-        assert f"{experiment.name}-cpu.png" in files
+        if experiment.name != "device":  # which has tables alone: its units differ
+            assert f"{experiment.name}-cpu.png" in files
 
 
 def test_headings_contents_and_hostile_names(read: _Reader) -> None:
