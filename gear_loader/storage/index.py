@@ -60,7 +60,7 @@ from gear_loader.storage.operations.view import (
     START,
     UNREADY,
 )
-from gear_loader.storage.payload import Payload
+from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery

@@ -19,7 +19,7 @@ from table_common import Died, Fragile, bury, mortal
 
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, LockTimeoutError, SchemaError, TableFullError
-from gear_loader.storage.payload import with_records
+from gear_loader.storage.ragged_input import with_records
 from gear_loader.storage.schema import Schema
 
 COLUMNS = {
@@ -475,7 +475,7 @@ def test_a_wait_for_room_holds_none() -> None:
     sizes: dict[str, Any] = {"max_steps": 500, "max_trajectories": 200, "block_steps": 1, "timeout": 0.1}
 
     def place(index: Any, pieces: int) -> np.ndarray[Any, Any]:
-        given, payload = with_records(Schema(columns), [{"blob": [bytes(1000)] * pieces}])
+        _, payload = with_records(Schema(columns), [{"blob": [bytes(1000)] * pieces}])
         slots, _ = index.begin(np.array([pieces]), evict=1)
         heap, generations = table._engine.region.payload(), index.arrays.generation[slots]
         index.place_payload(heap, payload, slots, generations, evict=1, wait=False)
