@@ -1,4 +1,4 @@
-"""Ragged values of a table: checked, stored in its payload memory, and read by their records."""
+"""Ragged values of a table: stored in its payload memory, and read by their records."""
 
 from __future__ import annotations
 
@@ -79,7 +79,11 @@ class PayloadReader:
         )
         self._check(int(read_values(self._base, self._end, records, row_bytes, memory.data_ptr())))
         if values.kind != "array":
-            return texts(memory.numpy(), places, values.kind, shape)
+            try:
+                return texts(memory.numpy(), places, values.kind, shape)
+            except UnicodeDecodeError:
+                self._check(1)
+                raise
         return Ragged._of(memory, offsets, shape)
 
 
@@ -89,6 +93,13 @@ def check_payload(region: Region, index: IndexArrays) -> None:
     Raises:
         AssertionError: the message says where.
     """
+    try:
+        _check_payload(region, index)
+    except IndexError as error:
+        raise AssertionError("an extent of ragged values, or a record of one, is invalid") from error
+
+
+def _check_payload(region: Region, index: IndexArrays) -> None:
     heap = region.payload()
     if not len(heap) or not heap[CURSOR]:
         return

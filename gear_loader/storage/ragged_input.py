@@ -120,7 +120,12 @@ def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, 
         found = shown(given if items is None or wrong is None else items[wrong])
         expected = f"{'a' if once else 'a list of'} {kind}{'' if once else ', one for each step'}"
         raise SchemaError(f"{what} is {found}; expected {expected}.")
-    pieces = [item.encode() if kind == "str" else bytes(item) for item in items]
+    try:
+        pieces = [item.encode() if kind == "str" else bytes(item) for item in items]
+    except UnicodeEncodeError as error:
+        raise SchemaError(
+            f"{what} has {shown(error.object)}; expected text that UTF-8 can encode, without surrogates."
+        ) from None
     rows: Array = np.array([len(piece) for piece in pieces], dtype=np.int64)
     data: Array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
     return rows, data.ctypes.data + np.cumsum(rows) - rows, data
