@@ -370,7 +370,8 @@ class Prefetcher:
         if batch is None or region.device_memory is not None:  # which has work of its own to come after
             return 0
         with region.using():
-            reading = releaser.check(buffers)
+            with beside_captures(self.collector.device):
+                reading = releaser.check(buffers)
             done = queue(buffers, item, batch)
             if done and reading:
                 releaser.end(reading)
