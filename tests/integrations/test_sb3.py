@@ -365,3 +365,14 @@ def test_options_and_infos_that_do_not_fit() -> None:
     ):
         buffer.add(*call, {"TimeLimit.truncated": np.zeros(2, bool)})
     assert buffer.size() == 0
+
+
+def test_a_refused_transition_leaves_no_mark_of_an_end() -> None:
+    space = spaces.Box(-1, 1, (2,))
+    ours = ReplayBuffer(20, space, spaces.Discrete(2), "cpu", n_envs=2)
+    obs, none = np.zeros((2, 2), np.float32), np.zeros(2, bool)
+    with pytest.raises(SchemaError, match="Nothing was added"):
+        ours.add(obs, obs, none, none, ~none, [{"TimeLimit.truncated": True}, None])  # type: ignore[list-item]
+    ours.add(obs, obs, np.zeros(2, int), np.zeros(2, np.float32), none, [{}, {}])
+    assert not ours.timeouts.any()
+    assert not ours.dones.any()

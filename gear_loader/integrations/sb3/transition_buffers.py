@@ -259,6 +259,7 @@ class ReplayBuffer(_ReplayBuffer):
         """Set the columns ``terminated`` and ``truncated``, which are zeros while no episode ends."""
         rows, ended = self._ring.rows, self._ring.ended
         truncated = rows["truncated"]
+        self._any_ended = True  # also after an error, which leaves them set in part
         truncated.fill(False)
         if self.handle_timeout_termination and self.n_steps > 1:
             # A return ends here, as in SB3's buffer, though the environment goes on.
