@@ -16,6 +16,7 @@ from table_common import fresh_name
 from transition_common import GAMMA, World, add_all, check, shaped
 
 import gear_loader as gear
+from gear_loader.collection import prefetch
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
 
 
@@ -342,3 +343,35 @@ def test_a_row_whose_add_was_interrupted_when_it_was_stored_is_not_stored_again(
     add(4)
     rewards = [buffer.table[int(index)]["reward"] for index in buffer.table.indices()]
     assert sorted(torch.cat(rewards).tolist()) == sorted([0, 2, 4] * num_envs)
+
+
+@pytest.mark.parametrize("handler", [False, True])
+def test_a_batch_is_sampled_while_the_thread_of_an_iteration_starts(
+    handler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = gear.Prioritized(alpha=0.6, beta=0.4, unit="step")
+    buffer = gear.ReplayBuffer(100, batch_size=4, device="cpu", sampler=sampler)
+    for number in range(10):
+        obs = np.full(3, number, np.float32)
+        buffer.add(obs, 0, float(number), obs + 1, False, False)
+    make = prefetch.background_thread
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+
+        def delayed(*args: Any, **options: Any) -> Any:
+            thread = make(*args, **options)
+            start = thread.start
+
+            def begin() -> None:
+                if handler:
+                    buffer.sample()
+                else:
+                    concurrent.futures.wait([threads.submit(buffer.sample)], timeout=0.5)
+                start()
+
+            monkeypatch.setattr(thread, "start", begin)
+            return thread
+
+        monkeypatch.setattr(prefetch, "background_thread", delayed)
+        batches = iter(buffer)
+        assert len(next(batches)["reward"]) == len(next(batches)["reward"]) == 4
