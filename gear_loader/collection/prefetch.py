@@ -125,6 +125,7 @@ class Prefetcher:
         self._stopped = False
         self._consumer = None if consumer is None else weakref.ref(consumer)
         self._thread: threading.Thread | None = None
+        self._starts = 0  # ident of the thread that is about to start it
         # Requests to the thread, in order: fill buffers, call a function, or None to stop.
         self._orders: queue.SimpleQueue[_Order | Callable[[], object] | None] = queue.SimpleQueue()
         self._accepting = False
@@ -201,11 +202,12 @@ class Prefetcher:
         signals: queue.SimpleQueue[BaseException | object] = queue.SimpleQueue()
         for _ in range(self._prefetch):
             self._orders.put(_Order(self._take(), fill, items))
-        self._accepting = True
+        self._starts, self._accepting = threading.get_ident(), True
         self._thread = background_thread(
             self._work, "gear-loader-prefetch", args=(signals,), stop=self._ask_to_end
         )
         self._thread.start()
+        self._starts = 0
         while True:
             self._check_process()
             refuse_capture(self.collector.device, "a batch")
@@ -306,7 +308,8 @@ class Prefetcher:
         """Wait until the thread, if any, has finished all requests.
 
         A signal handler that has interrupted a call under a lock, for which the thread may be waiting, waits at most
-        `_AMID_TIMEOUT` seconds: then some requests are not finished.
+        `_AMID_TIMEOUT` seconds; one that has interrupted the thread's start does not wait. Then some requests are not
+        finished.
 
         Raises:
             LockTimeoutError: timed out.
@@ -322,9 +325,13 @@ class Prefetcher:
                 return
             except queue.Empty:
                 pass
-            if self._thread is None or not self._thread.is_alive():
-                self._finish_orders()  # it has ended, or this interrupts what starts or joins it
-            elif time.monotonic() > deadline:
+            if self._starts and not self.closed:  # the requests are left to the thread
+                if self._starts == threading.get_ident():
+                    return
+            elif self._thread is None or not self._thread.is_alive():
+                self._finish_orders()  # it has ended, or this interrupts what joins it
+                continue
+            if time.monotonic() > deadline:
                 if amid:
                     return
                 raise LockTimeoutError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +89,7 @@ class RowAdder:
         self._kinds = self._appending.kinds[0]
         self._order: list[RowColumn] = []
         self._found: list[Array] = []
+        self._turn = threading.RLock()  # of the threads that flush
         self.waits = waits
 
     def _use(self, order: list[RowColumn]) -> None:
@@ -110,11 +112,12 @@ class RowAdder:
         self._appending.at_once = not value
 
     def flush(self) -> None:
-        """Make all rows visible in the table."""
-        if self._appending.left:
-            self._appending.resume()
-        if self.waits:
-            self._appending.publish()
+        """Make all rows visible in the table. Calls of several threads take turns."""
+        with self._turn:
+            if self._appending.left:
+                self._appending.resume()
+            if self.waits:
+                self._appending.publish()
 
     def _use_memory(self) -> None:
         """Append what the memory holds."""

@@ -30,7 +30,7 @@ class SequenceBuffer(ReplayBuffer):
     `add` and `extend` are those of `ReplayBuffer`. Sequences of an episode begin at its steps 0, ``length - overlap``,
     ``2 * (length - overlap)``, ..., and the last one has the episode's last step. A sequence never has steps of two
     episodes: one that an episode's end cuts short, or of an episode that is still running, is padded with zeros at its
-    end. The steps of an episode are stored once.
+    end, in ``obs`` after the last `next_obs`. The steps of an episode are stored once.
 
     A batch is a dict, with T = `length`:
 
@@ -53,7 +53,7 @@ class SequenceBuffer(ReplayBuffer):
     A target is ``reward + gamma * ~terminated * value(next_obs)``. Each step can be drawn when `add` has returned, also
     of running episodes. A full buffer drops its oldest piece: an episode, or about 1,024 steps of a longer one. The
     pieces of an episode have `overlap` steps in common, which are stored twice, so that no sequence is lost between
-    them.
+    them. If all of a running episode has been dropped, a sequence begins at the step that comes next.
 
     Args:
         capacity, batch_size, num_envs, observation_space, action_space, device, name, if_exists, disk, seed: as for

@@ -365,3 +365,45 @@ def test_options_and_infos_that_do_not_fit() -> None:
     ):
         buffer.add(*call, {"TimeLimit.truncated": np.zeros(2, bool)})
     assert buffer.size() == 0
+
+
+def test_a_refused_transition_leaves_no_mark_of_an_end() -> None:
+    space = spaces.Box(-1, 1, (2,))
+    ours = ReplayBuffer(20, space, spaces.Discrete(2), "cpu", n_envs=2)
+    obs, none = np.zeros((2, 2), np.float32), np.zeros(2, bool)
+    with pytest.raises(SchemaError, match="Nothing was added"):
+        ours.add(obs, obs, none, none, ~none, [{"TimeLimit.truncated": True}, None])  # type: ignore[list-item]
+    ours.add(obs, obs, np.zeros(2, int), np.zeros(2, np.float32), none, [{}, {}])
+    assert not ours.timeouts.any()
+    assert not ours.dones.any()
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+def test_a_copy_is_right_after_an_interrupted_add(optimize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = spaces.Box(-1e6, 1e6, (1,))
+    ours = ReplayBuffer(40, space, spaces.Discrete(2), "cpu", n_envs=2, optimize_memory_usage=optimize)
+
+    def add(number: int) -> None:
+        obs, rewards = np.full((2, 1), number, np.float32), np.full(2, number, np.float32)
+        ours.add(obs, obs + 1, np.zeros(2, int), rewards, np.zeros(2, bool), [{}, {}])
+
+    lock: Any = ours.table._engine.index.recovery.lock
+    run = lock.run
+
+    def interrupted(*given: Any) -> None:
+        run(*given)
+        raise KeyboardInterrupt
+
+    for number in range(60):
+        if number % 20 == 10:
+            with monkeypatch.context() as patch:
+                patch.setattr(lock, "run", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    add(number)
+        else:
+            add(number)
+    copy = pickle.loads(pickle.dumps(ours))
+    assert copy.size() == ours.size() == 20
+    for name in ("observations", "next_observations", "rewards"):
+        np.testing.assert_array_equal(getattr(copy, name), getattr(ours, name))
+    assert set(ours.rewards[:, 0].tolist()) == set(range(39, 60)) - {50}

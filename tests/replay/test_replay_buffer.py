@@ -16,6 +16,7 @@ from table_common import fresh_name
 from transition_common import GAMMA, World, add_all, check, shaped
 
 import gear_loader as gear
+from gear_loader.collection import prefetch
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
 
 
@@ -296,3 +297,81 @@ def test_threads_that_sample_store_waiting_rows_once() -> None:
         sys.setswitchinterval(interval)
     rewards = [buffer.table[int(index)]["reward"] for index in buffer.table.indices()]
     assert torch.cat(rewards).tolist() == list(range(500))
+
+
+def test_threads_that_iterate_or_ask_for_the_length_store_waiting_rows_once() -> None:
+    buffer = gear.ReplayBuffer(5_000, batch_size=4, device="cpu")
+    buffer.add(np.zeros(3, np.float32), 0, 0.0, np.ones(3, np.float32), False, False)
+    batches, interval = iter(buffer), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(3) as threads:
+            for number in range(1, 500):
+                obs = np.full(3, number, np.float32)
+                buffer.add(obs, 0, float(number), obs + 1, False, False)
+                calls = (buffer.sample, lambda: next(batches), lambda: len(buffer))
+                list(threads.map(lambda call: call(), calls))
+    finally:
+        sys.setswitchinterval(interval)
+    rewards = [buffer.table[int(index)]["reward"] for index in buffer.table.indices()]
+    assert torch.cat(rewards).tolist() == list(range(500))
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_row_whose_add_was_interrupted_when_it_was_stored_is_not_stored_again(
+    num_envs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = gear.ReplayBuffer(1_000, num_envs=num_envs, device="cpu")
+
+    def add(number: int) -> None:
+        obs = np.full((num_envs, 3), number, np.float32)
+        flags = np.zeros(num_envs, bool)
+        buffer.add(obs, np.zeros(num_envs), np.full(num_envs, number, np.float32), obs + 1, flags, flags)
+
+    add(0)
+    lock: Any = buffer.table._engine.index.recovery.lock
+    run = lock.run
+
+    def interrupted(*given: Any) -> None:
+        run(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            add(2)  # begins another trajectory, as the next one
+    add(4)
+    rewards = [buffer.table[int(index)]["reward"] for index in buffer.table.indices()]
+    assert sorted(torch.cat(rewards).tolist()) == sorted([0, 2, 4] * num_envs)
+
+
+@pytest.mark.parametrize("handler", [False, True])
+def test_a_batch_is_sampled_while_the_thread_of_an_iteration_starts(
+    handler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = gear.Prioritized(alpha=0.6, beta=0.4, unit="step")
+    buffer = gear.ReplayBuffer(100, batch_size=4, device="cpu", sampler=sampler)
+    for number in range(10):
+        obs = np.full(3, number, np.float32)
+        buffer.add(obs, 0, float(number), obs + 1, False, False)
+    make = prefetch.background_thread
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+
+        def delayed(*args: Any, **options: Any) -> Any:
+            thread = make(*args, **options)
+            start = thread.start
+
+            def begin() -> None:
+                if handler:
+                    buffer.sample()
+                else:
+                    concurrent.futures.wait([threads.submit(buffer.sample)], timeout=0.5)
+                start()
+
+            monkeypatch.setattr(thread, "start", begin)
+            return thread
+
+        monkeypatch.setattr(prefetch, "background_thread", delayed)
+        batches = iter(buffer)
+        assert len(next(batches)["reward"]) == len(next(batches)["reward"]) == 4

@@ -39,6 +39,7 @@ class Ring:
         self._growing = growing = GrowingRows.of(self._writer, cut=cut)
         growing.at_once = visible
         self._hidden = False  # whether rows wait
+        self._amid = False  # whether the last `append` has not returned
         schema = table.schema.steps
 
         def row(name: str) -> Array:
@@ -101,6 +102,9 @@ class Ring:
     def append(self) -> None:
         """Append the row; its trajectories end where `ended` says; raises as `VectorWriter.append`."""
         growing, index = self._growing, self._index
+        if self._amid:
+            self._end_interrupted()
+        self._amid = True
         growing.append()
         note = self._note
         note(
@@ -115,7 +119,14 @@ class Ring:
         if note is ring_places.note:
             self._note = entry_of(note)
         self.calls += 1
-        self._hidden = not growing.at_once
+        self._hidden, self._amid = not growing.at_once, False
+
+    def _end_interrupted(self) -> None:
+        """Let the trajectories end that may have a row of a call of `append` that did not return."""
+        self._hidden = not self._growing.at_once
+        self.publish()
+        self._writer.commit()
+        self._before[:] = -1
 
     def mark_ends(self) -> None:
         """Let trajectories end where `ended` says, if it was not `read`."""
@@ -153,16 +164,16 @@ class Ring:
         ring_places.look_up(self._places, rows, members, slots, steps)
         return SelectedRows(slots, steps, slots)  # generations are not looked at
 
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """Trajectories of live transitions, oldest first: the call of their last step, environment and slot."""
+    def pieces(self) -> list[tuple[int, int, int, int]]:
+        """Trajectories of live transitions, oldest first: the call of their last step, environment, slot and steps."""
         self.publish()
         calls = np.arange(self.first(), self.calls)[::-1]
         pieces = []
         for member in range(self._num_envs):
-            slots, back = np.unique(self._places[calls % self._size, member, 0], return_index=True)
-            pieces += [
-                (call, member, slot) for call, slot in zip(calls[back].tolist(), slots.tolist(), strict=True)
-            ]
+            places = self._places[calls % self._size, member]
+            slots, back = np.unique(places[:, 0], return_index=True)
+            found = zip(calls[back].tolist(), slots.tolist(), (places[back, 1] + 1).tolist(), strict=True)
+            pieces += [(call, member, slot, steps) for call, slot, steps in found]
         return sorted(pieces)
 
     def put(self, call: int, member: int, slot: int, steps: int) -> None:

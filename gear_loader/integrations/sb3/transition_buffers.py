@@ -259,6 +259,7 @@ class ReplayBuffer(_ReplayBuffer):
         """Set the columns ``terminated`` and ``truncated``, which are zeros while no episode ends."""
         rows, ended = self._ring.rows, self._ring.ended
         truncated = rows["truncated"]
+        self._any_ended = True  # also after an error, which leaves them set in part
         truncated.fill(False)
         if self.handle_timeout_termination and self.n_steps > 1:
             # A return ends here, as in SB3's buffer, though the environment goes on.
@@ -284,10 +285,10 @@ class ReplayBuffer(_ReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         """Everything, with the transitions as arrays. A copy's table has no name."""
         pieces = self._ring.pieces()
-        rows = [self._rows(slot) for _, _, slot in pieces]
+        rows = [self._rows(slot, steps) for _, _, slot, steps in pieces]
         state = {key: value for key, value in self.__dict__.items() if key not in _PARTS}
         state["_added"] = self._added
-        state["lasts"], state["members"] = [call for call, _, _ in pieces], [each for _, each, _ in pieces]
+        state["lasts"], state["members"] = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
         state["lengths"] = [len(piece["reward"]) for piece in rows]
         state["columns"] = {
             name: np.concatenate([piece[name] for piece in rows]) for name in self._table.schema if rows
@@ -307,15 +308,16 @@ class ReplayBuffer(_ReplayBuffer):
             final = {name: columns[name][end - 1] for name in following} or None
             self._ring.put(last, member, self._table.add(rows, final=final), steps)
 
-    def _rows(self, slot: int) -> dict[str, Array]:
-        """The steps of a trajectory and, with `optimize_memory_usage`, one of the values that follow."""
+    def _rows(self, slot: int, steps: int) -> dict[str, Array]:
+        """The first steps of a trajectory and, with `optimize_memory_usage`, one of the values that follow."""
         rows = {name: each.numpy() for name, each in self._table[slot].items()}
         if self.optimize_memory_usage:
             final = {name: each.numpy() for name, each in (self._table.final(slot) or {}).items()}
             for name, each in rows.items():
                 last = final.get(name, np.zeros_like(each[0]))
                 rows[name] = np.concatenate((each, last[None]))
-        return rows
+            steps += 1
+        return {name: each[:steps] for name, each in rows.items()}
 
     @property
     def observations(self) -> Any:

@@ -118,6 +118,8 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
     steps, with copies of the last AHEAD_OVERLAP. Rows that `write_rows` has written before become
     visible with the lane's row, or by AHEAD_PUBLISHES. If the trajectory is evicted before, they go with it.
 
+    The kind of a row that has been appended is 0 then: no second call appends it.
+
     Args:
         lanes: int64 [n, LANE_WIDTH]; LANE_STEPS counts rows that are not visible yet too. request: see above.
         now, evict: as for `commit` and `begin`.
@@ -280,6 +282,8 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
                     commit(v, slots, priorities[i : i + 1], now)
                 if ends or not stays:
                     clear_lane(lane, -1)
+        if not publishes:
+            kinds[item] = 0  # also if an interruption hides that the call is done
         item += 1
         i += 1
         if i == n:
