@@ -61,6 +61,7 @@ def warm_up(progress: Callable[[str], None] = lambda _: None) -> dict[str, float
         ("writers", _writing),
         ("drawing", _drawing),
         ("packed batches", _packing),
+        ("values of any length", _ragged),
         ("drawing by priority", _prioritizing),
         ("several shards", _sharding),
         ("checkpoints", _saving),
@@ -193,6 +194,16 @@ def _packing() -> None:
         _draw(table, Uniform(), **packed)
         _draw(table, Uniform(), windows=Whole())
         next(iter(ReplayDataset(table, batch_size=Steps(20), device="cpu", prefetch=0, **packed)))
+
+
+def _ragged() -> None:
+    schema = {"tokens": Column(torch.int64, (None,)), "text": Column(str)}
+    sizes: dict[str, Any] = {"max_steps": 16, "max_trajectories": 4, "block_steps": 4}
+    with Table.create(schema, **sizes, memory=Memory(payload=4096), on_full="evict_oldest") as table:
+        for _ in range(6):
+            table.add({"tokens": [np.arange(3), np.arange(2)], "text": ["a", "bc"]})
+        _draw(table, Uniform(), windows=Window(1))
+        _draw(table, Uniform(), windows=Whole(), layout="packed")
 
 
 def _prioritizing() -> None:

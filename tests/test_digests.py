@@ -56,7 +56,7 @@ def load_shard(rank: int, world: int, folder: str) -> list[str]:
             made.unlink()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", mostly_long([1, 2, 3], 3))
 def test_a_recorded_checkpoint_of_two_ranks_loads(data: Path, world: int) -> None:
     held = run_ranks(world, load_shard, str(data / "shards"))
     saved = [digest for first in (0, 100) for digest in contents(table(20, first=first))]

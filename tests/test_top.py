@@ -124,6 +124,7 @@ def test_a_terminal_of_80_columns() -> None:
         assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.long
 def test_servers_in_a_terminal_of_80_columns(tmp_path: Path) -> None:
     disk = gear.Disk(tmp_path / "disk", size="1MiB")
     tiered = {**SIZES, "memory": "64KiB", "disk": disk}

@@ -32,7 +32,7 @@ print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - cal
 INNER = {"gathering.resolve", "queued.queue_uniform", "sharing.work", "entry_points.reclaim"}
 INNER |= {"packed_lines.list_pieces", "packed_lines.list_work", "packed_lines.plan_rows"}
 INNER |= {"ring_places.first_live", "ring_places.look_up", "ring_places.note"}  # for integrations
-INNER |= {"copying.copy_common"}
+INNER |= {"copying.copy_common", "copying.copy_spans"}
 INNER |= {f"sum_tree.{name}" for name in ("words", "uniforms", "descend", "refresh", "draw")}
 
 
@@ -60,7 +60,7 @@ def test_only_a_process_that_compiles_says_so(tmp_path: Path) -> None:
 
 def test_warming_up_uses_every_loop() -> None:
     out, _ = python(USED % INNER)
-    assert out == "9"
+    assert out == "10"
 
 
 def test_the_command_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ counts; one of length 0 says that it is gone, or fills a block of the disk::
 A new index is written when more than half of the records are out of date, as segments are of which less than half is
 live.
 
-Committed trajectories never change, except that they may grow, or that a write-once column of theirs is filled: then
-they are written again. A save therefore writes a new segment with the trajectories that the directory does not have
-yet, a new index or the end of one, and a new manifest. It writes where no manifest points to, syncs that, and replaces
-the manifest: this makes the new checkpoint valid. Then it removes the files that the new manifest does not name. A
-save that is killed earlier leaves the previous checkpoint and files that the next save removes.
+Committed trajectories never change, except that they may grow, or that values of theirs are filled once, or
+overwritten: then they are written again. A save therefore writes new segments with the trajectories that the directory
+does not have yet, a new index or the end of one, and a new manifest. It writes where no manifest points to, syncs that,
+and replaces the manifest: this makes the new checkpoint valid. Then it removes the files that the new manifest does not
+name. A save that is killed earlier leaves the previous checkpoint and files that the next save removes.
 
 `.behind` saves a table in the background. There the files of the previous manifest are kept too, and `Table.recover`
 takes that one if a file of the current one is damaged.

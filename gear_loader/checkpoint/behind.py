@@ -414,8 +414,10 @@ class WriteBehind:
 
 def _version_of(table: Table) -> tuple[int, int]:
     """What is another one after a change: edits of values, which selections need not follow, are counted apart."""
-    arrays = table._engine.index.arrays
-    edits = int(arrays.filled[:, 1].sum()) if arrays.edit_unit else 0
+    arrays, edits = table._engine.index.arrays, 0
+    if arrays.edit_unit:  # slots keep the counts of those that were in them
+        live = (arrays.state == READY) & (arrays.filled[:, 0] == arrays.generation)
+        edits = int(arrays.filled[live, 1].sum())
     return int(arrays.counters[VERSION]), edits
 
 

@@ -177,7 +177,7 @@ class Prefetcher:
         self,
         fill: Callable[[Buffers, Item], int],
         items: Iterator[Item],
-        queue: Callable[..., bool] | None,
+        queue: Callable[..., bool] | None = None,
     ) -> Iterator[Batch]:
         ready, more = self._ready, True
         failure: Exception | None = None

@@ -78,9 +78,9 @@ def measure_values(records, row_bytes, first, end, offsets) -> int:  # type: ign
     for i in range(len(records)):
         place, rows = records[i, 0], records[i, 1]
         if rows < 0:
-            rows = -rows
-            if place < first or place > end or rows > end // row_bytes:
+            if place < first or place > end or rows < -(end // row_bytes):
                 bad, rows = bad + 1, 0
+            rows = -rows
         elif rows > 0 and (place < first or place > end or rows > (end - place) // row_bytes):
             bad += 1
             rows = 0

@@ -155,7 +155,8 @@ class TrajectoryValues:
         while True:
             places = extent[slots, 1]
             inside = (places >= 0) & (self.table._engine.device is None)
-            found[inside] = self._in_memory(name, places[inside]).reshape(-1, found.shape[1])
+            if inside.any():
+                found[inside] = self._in_memory(name, places[inside]).reshape(-1, found.shape[1])
             if (extent[slots[inside], 1] == places[inside]).all():
                 break  # else some of them were moved to disk meanwhile
         if not inside.all():

@@ -31,8 +31,9 @@ from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index
 from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
-from gear_loader.storage.payload import Payload, PayloadReader
+from gear_loader.storage.payload import PayloadReader, needed_bytes, write_payload
 from gear_loader.storage.priority_updates import PriorityUpdates
+from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
@@ -233,7 +234,7 @@ class Engine:
                 assert claim.generations is not None
                 heap = self.region.payload()
                 offsets = index.place_payload(heap, payload, slots, claim.generations, evict=evict, wait=wait)
-                if not payload.write(heap, offsets):
+                if not write_payload(payload, heap, offsets):
                     raise index.arrays.corrupt("a ragged value has a part outside of its memory")
             self._write(blocks, steps)
             index.commit(slots, priorities)
@@ -278,9 +279,10 @@ class Engine:
 
     def _check_payload(self, payload: Payload) -> None:
         most = self.region.layout.payload
-        if payload.needed > most:
+        needed = needed_bytes(payload)
+        if needed > most:
             raise SchemaError(
-                f"The ragged values of {len(np.unique(payload.runs[:, 0])):,} trajectories take {payload.needed:,} "
+                f"The ragged values of {len(np.unique(payload.runs[:, 0])):,} trajectories take {needed:,} "
                 f"bytes; this table has {most:,} for those of all. Create it with a larger Memory payload, or add "
                 "fewer at a time."
             )

@@ -12,8 +12,8 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.special_priorities import UNSET
-from gear_loader.storage.payload import Payload, copied_ragged, with_records
 from gear_loader.storage.ragged import check_fixed
+from gear_loader.storage.ragged_input import Payload, copied_ragged, with_records
 from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, narrowed, numbers, on_host, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor

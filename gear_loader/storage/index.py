@@ -60,7 +60,7 @@ from gear_loader.storage.operations.view import (
     START,
     UNREADY,
 )
-from gear_loader.storage.payload import Payload
+from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
@@ -273,17 +273,19 @@ class Index:
         Raises:
             As `begin`; evictions are not undone.
         """
-        offsets, done = np.zeros(len(payload.sizes), dtype=np.int64), np.zeros(1, dtype=np.int64)
-        given = slots, generations, payload.runs, payload.sizes, offsets, done
+        offsets: Array = np.zeros(len(payload.sizes), dtype=np.int64)
+        given = slots, generations, payload.runs, payload.sizes, offsets
         ops, where, counters = self.arrays.ops, self.arrays.where, self.arrays.counters
 
         def attempt() -> int:
             while True:
                 answer: int = ops.take_payload(where, heap, *given)
-                if answer == DONE or evict == REFUSE:
+                if answer == DONE:
                     return answer
                 if counters[NUM_RETIRED]:
                     return READ
+                if evict == REFUSE:
+                    return answer
                 if not counters[NUM_READY]:
                     return FULL if counters[NUM_WRITING] == len(slots) else BUSY
                 ops.evict(where, max(1, int(counters[NUM_STEPS]) // 64), evict)

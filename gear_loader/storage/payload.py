@@ -1,16 +1,14 @@
-"""Ragged values of a table: checked, stored in its payload memory, and read by their records."""
+"""Ragged values of a table: stored in its payload memory, and read by their records."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-from gear_loader.errors import SchemaError
 from gear_loader.native.ragged_copies import measure_values, read_values, write_values
-from gear_loader.storage.dtypes import NUMPY_DTYPES
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -24,168 +22,31 @@ from gear_loader.storage.operations.extents import (
     extent_size,
 )
 from gear_loader.storage.ragged import Ragged, Values, texts
+from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.region import Region
-from gear_loader.storage.schema import Column, Schema, as_mapping, copied, settled
 from gear_loader.storage.states import READY
-from gear_loader.utils.arrays import Array, data_address, shown, unreadable
-from gear_loader.utils.lazy_torch import is_tensor, torch
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.lazy_torch import torch
 
 assert (HEADER, SIZE, NEXT) == (32, 0, 3)  # compiled into `gear_loader.native.ragged_copies`
 
 
-class Payload(NamedTuple):
-    """Ragged values of trajectories to store.
-
-    Attributes:
-        runs: int64 [R, 3], as `operations.extents.take_payload` takes them.
-        sizes, rows, addresses: int64 [V], of each value: bytes, rows, and where it is.
-        records: of each run, int64 [values, 2], which the steps to store refer to.
-        hold: owners of that memory.
-    """
-
-    runs: Array
-    sizes: Array
-    rows: Array
-    addresses: Array
-    records: Sequence[Array]
-    hold: object
-
-    @property
-    def needed(self) -> int:
-        """Bytes that the values take in one gap for each trajectory."""
-        runs = self.runs
-        ends = np.concatenate(([0], np.cumsum(self.sizes)))
-        each = ends[runs[:, 2]] - ends[runs[:, 1]]
-        return int((-(-each // GRAIN) * GRAIN).sum()) + HEADER * len(np.unique(runs[:, 0])) + FIRST
-
-    def write(self, heap: Array, offsets: Array) -> bool:
-        """Copy the values to their places, int64 [V], and complete the records; False if the memory is corrupt."""
-        if not write_values(heap.ctypes.data, heap.nbytes, self.addresses, offsets, self.sizes):
-            return False
-        rows = np.where(offsets < 0, -self.rows, self.rows)
-        for (_, begin, end), records in zip(self.runs.tolist(), self.records, strict=True):
-            records[:, 0], records[:, 1] = abs(offsets[begin:end]), rows[begin:end]
-        return True
+def needed_bytes(payload: Payload) -> int:
+    """Bytes that values take in one gap for each trajectory."""
+    runs = payload.runs
+    ends = np.concatenate(([0], np.cumsum(payload.sizes)))
+    each = ends[runs[:, 2]] - ends[runs[:, 1]]
+    return int((-(-each // GRAIN) * GRAIN).sum()) + HEADER * len(np.unique(runs[:, 0])) + FIRST
 
 
-def with_records(schema: Schema, trajectories: Sequence[Any]) -> tuple[list[Any], Payload]:
-    """Trajectories with records in place of ragged values, for `Payload.write` to complete.
-
-    Raises:
-        SchemaError: values that do not fit; the message names the first trajectory.
-    """
-    parts = _Parts()
-    given = []
-    for number, trajectory in enumerate(trajectories):
-        rows = as_mapping(trajectory)
-        if isinstance(rows, Mapping):  # other values are an error of `Schema.validate`
-            rows = dict(settled(rows))
-            for name in schema.ragged:
-                if name in rows:
-                    rows[name] = parts.add(
-                        number, schema[name], rows[name], f"Column {name!r} of trajectory {number}"
-                    )
-        given.append(rows)
-    return given, parts.joined()
-
-
-class _Parts:
-    """Makes a `Payload` of columns of trajectories."""
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[int, int, int]] = []
-        self._parts: list[tuple[Array, Array, Array]] = []
-        self._records: list[Array] = []
-        self._holds: list[object] = []
-        self._count = 0
-
-    def add(self, number: int, column: Column, given: Any, what: str) -> Array:
-        """Take the values of one trajectory; return their records, zeros yet."""
-        values, once = column.ragged, column.trajectory
-        assert values is not None
-        rows, addresses, hold = _located(values, [given] if once else given, what, once)
-        first, self._count = self._count, self._count + len(rows)
-        self._runs.append((number, first, self._count))
-        self._parts.append((rows * values.row_bytes, rows, addresses))
-        self._records.append(np.zeros((len(rows), 2), dtype=np.int64))
-        self._holds.append(hold)
-        return self._records[-1][0] if once else self._records[-1]
-
-    def joined(self) -> Payload:
-        """What was taken."""
-        none: Array = np.empty(0, dtype=np.int64)
-        sizes, rows, addresses = (
-            np.concatenate(part) for part in zip((none,) * 3, *self._parts, strict=True)
-        )
-        runs: Array = np.array(self._runs, dtype=np.int64).reshape(-1, 3)
-        return Payload(runs, sizes, rows, addresses, self._records, self._holds)
-
-
-def _located(values: Values, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
-    """Rows and addresses of the values of a column of a trajectory, int64 [T] each, and what holds this memory."""
-    if values.kind != "array":
-        return _located_text(values.kind, given, what, once)
-    if is_tensor(given) and given.is_nested and given.layout is torch.jagged:
-        nested: Any = given.detach().contiguous()
-        given = Ragged(nested.values(), nested.offsets())
-    if isinstance(given, Ragged):
-        given = Ragged(given.values, given.offsets.cpu())  # which checks offsets that were on a GPU
-        data, address = _array(values, given.values, what)
-        offsets = given.offsets.numpy()
-        return np.diff(offsets), address + offsets[:-1] * values.row_bytes, data
-    if not isinstance(given, (list, tuple)):
-        raise SchemaError(
-            f"{what} is {shown(given)}; expected a list of arrays [{', '.join(map(str, ('n', *values.shape)))}], one "
-            "for each step, or a gear_loader.Ragged."
-        )
-    found = [_array(values, each, what if once else f"{what}, step {i},") for i, each in enumerate(given)]
-    rows = np.array([len(array) for array, _ in found], dtype=np.int64)
-    return rows, np.array([address for _, address in found], dtype=np.int64), found
-
-
-def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
-    kinds: Any = str if kind == "str" else (bytes, bytearray, memoryview)
-    items = given if isinstance(given, (list, tuple)) else None
-    wrong = (
-        None
-        if items is None
-        else next((i for i, item in enumerate(items) if not isinstance(item, kinds)), None)
-    )
-    if items is None or wrong is not None:
-        found = shown(given if items is None or wrong is None else items[wrong])
-        expected = f"{'a' if once else 'a list of'} {kind}{'' if once else ', one for each step'}"
-        raise SchemaError(f"{what} is {found}; expected {expected}.")
-    pieces = [item.encode() if kind == "str" else bytes(item) for item in items]
-    rows: Array = np.array([len(piece) for piece in pieces], dtype=np.int64)
-    data: Array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
-    return rows, data.ctypes.data + np.cumsum(rows) - rows, data
-
-
-def _array(values: Values, given: Any, what: str) -> tuple[Any, int]:
-    """Contiguous memory of the host of ``[n, *shape]``, an array or a tensor, and its address."""
-    dtype = NUMPY_DTYPES.get(values.dtype_name)
-    array = type(given) is np.ndarray
-    kind = unreadable(given) if is_tensor(given) else None if array else type(given).__name__
-    fits = kind is None and given.ndim == 1 + len(values.shape) and tuple(given.shape[1:]) == values.shape
-    fits = fits and (given.dtype == dtype and dtype is not None if array else given.dtype == values.dtype)
-    if not fits:
-        found = f"a {kind}" if kind is not None else f"{given.dtype} {list(given.shape)}"
-        raise SchemaError(
-            f"{what} is {found}; expected a numpy array or a torch tensor of torch.{values.dtype_name} and shape "
-            f"[{', '.join(map(str, ('n', *values.shape)))}]."
-        )
-    if array:
-        given = np.ascontiguousarray(given)
-        return given, data_address(given) if len(given) else 0
-    given = given.detach().resolve_neg().cpu().contiguous()
-    return given, given.data_ptr()
-
-
-def copied_ragged(value: Any) -> Any:
-    """As `schema.copied`, of a `Ragged` too."""
-    if isinstance(value, Ragged):
-        return Ragged(value.values.clone(), value.offsets.clone(), value.shape)
-    return copied(value)
+def write_payload(payload: Payload, heap: Array, offsets: Array) -> bool:
+    """Copy values to their places, int64 [V], and complete their records; False if the memory is corrupt."""
+    if not write_values(heap.ctypes.data, heap.nbytes, payload.addresses, offsets, payload.sizes):
+        return False
+    rows = np.where(offsets < 0, -payload.rows, payload.rows)
+    for (_, begin, end), records in zip(payload.runs.tolist(), payload.records, strict=True):
+        records[:, 0], records[:, 1] = abs(offsets[begin:end]), rows[begin:end]
+    return True
 
 
 class PayloadReader:
@@ -218,7 +79,11 @@ class PayloadReader:
         )
         self._check(int(read_values(self._base, self._end, records, row_bytes, memory.data_ptr())))
         if values.kind != "array":
-            return texts(memory.numpy(), places, values.kind, shape)
+            try:
+                return texts(memory.numpy(), places, values.kind, shape)
+            except UnicodeDecodeError:
+                self._check(1)
+                raise
         return Ragged._of(memory, offsets, shape)
 
 
@@ -228,6 +93,13 @@ def check_payload(region: Region, index: IndexArrays) -> None:
     Raises:
         AssertionError: the message says where.
     """
+    try:
+        _check_payload(region, index)
+    except IndexError as error:
+        raise AssertionError("an extent of ragged values, or a record of one, is invalid") from error
+
+
+def _check_payload(region: Region, index: IndexArrays) -> None:
     heap = region.payload()
     if not len(heap) or not heap[CURSOR]:
         return

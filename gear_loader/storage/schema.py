@@ -11,7 +11,7 @@ import reprlib
 import sys
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -64,8 +64,8 @@ class Column:
             gives, advantages, log-probabilities of a reference model. `Table.add` and writers do not take the column.
             A dataset that reads it draws only trajectories that have it.
         mutable: whether `Table.set` may overwrite the values of steps: recurrent states, latents, targets that are
-            computed anew. The host gathers for datasets that read such a column, for a GPU too. Not with `disk`, nor
-            over `Shards`.
+            computed anew. The host gathers for datasets that read such a column, for a GPU too. `Shards` over NIXL
+            refuse it.
 
     Raises:
         SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast, late or mutable
@@ -84,6 +84,20 @@ class Column:
     """The stored name of the dtype, for example ``"float32"``."""
     ragged: Values | None = dataclasses.field(init=False, default=None)
     """What the values of a ragged column are; `dtype` and `shape` are then those of the records that a table stores."""
+
+    if TYPE_CHECKING:  # `dtype` is always one of torch
+
+        def __init__(
+            self,
+            dtype: torch.dtype | type[str] | type[bytes],
+            shape: Sequence[int | None] | int = (),
+            *,
+            per: Literal["step", "trajectory"] = "step",
+            final: bool = False,
+            cast: bool = False,
+            late: bool = False,
+            mutable: bool = False,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         flag("Column final", self.final)

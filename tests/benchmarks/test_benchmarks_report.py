@@ -104,9 +104,11 @@ def test_the_page_needs_nothing_else_and_has_the_pictures_in_it(made: Path, read
         files
     )
     for experiment in experiments.EXPERIMENTS:
-        assert f"{experiment.name}-cpu.png" in files
+        if experiment.name != "device":  # which has tables alone: its units differ
+            assert f"{experiment.name}-cpu.png" in files
 
 
+@pytest.mark.long
 def test_headings_contents_and_hostile_names(read: _Reader) -> None:
     text = read.text
     levels = [int(tag[1]) for tag, _ in read.tags if re.fullmatch("h[1-6]", tag)]
@@ -121,6 +123,7 @@ def test_headings_contents_and_hostile_names(read: _Reader) -> None:
     assert HOSTILE in read.section("not-measured")
 
 
+@pytest.mark.long
 def test_the_headline_and_how_it_was_measured(read: _Reader) -> None:
     shown = read.section("headline")
     assert "through DataLoader at 13 GB/s" in shown
@@ -139,6 +142,7 @@ def test_the_headline_and_how_it_was_measured(read: _Reader) -> None:
         assert text in growth
 
 
+@pytest.mark.long
 def test_what_is_lost_is_as_plain_as_what_is_won(read: _Reader) -> None:
     lost = read.section("lose")
     assert "collect, W1 index_select collector, blocks 100 0.50× W1, batch 32 3 of 3 3 cpu" in lost

@@ -17,7 +17,7 @@ PACKAGES = {
     "cpprb": "cpprb",
     "reverb": "reverb",
 }
-SLOW = ("torchrl", "reverb")
+SLOW = ("torchrl", "reverb", "cpprb", "sb3")
 
 
 def test_the_table_of_the_page_is_counted() -> None:

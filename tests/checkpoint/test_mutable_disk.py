@@ -610,3 +610,20 @@ def test_threads_overwrite_and_read_while_all_is_moved(tmp_path: Path) -> None:
             for thread in threads:
                 thread.join()
         assert not failures
+
+
+def test_what_is_overwritten_in_a_slot_that_was_used_before_is_written(tmp_path: Path) -> None:
+    """As often as values of the trajectory before were: the counts of a slot are the same again."""
+    with make(tmp_path / "t", tier=False, seconds=0.02, max_trajectories=1, on_full="evict_oldest") as table:
+        for number in (1, 2):
+            slot = table.add(steps(LENGTH, number))
+            for value in (number, number + 10):
+                if value > 10:
+                    overwrite(table, value, [slot])
+                end = time.monotonic() + 20
+                while True:
+                    with contextlib.suppress(CheckpointError), gear.Table.load(tmp_path / "t") as copy:
+                        if uniform(copy) == [value]:
+                            break
+                    assert time.monotonic() < end
+                    time.sleep(0.05)

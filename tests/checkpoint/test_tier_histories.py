@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tier_common
 import torch
+from cases import mostly_long
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from options_common import nested
@@ -303,7 +304,7 @@ POLICIES = st.sampled_from(["evict_oldest", "evict_lowest_priority"])
 
 
 @pytest.mark.timeout(1800)  # a hundred histories in the long suite
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, "steps", "groups that vary", "large versions"))
 @settings(suppress_health_check=list(HealthCheck), phases=WITHOUT_SHRINKING)
 @example(
     history=[*[(add, 0, 0)] * 3, *[(remove, 0, 0)] * 2, (die, 1, 0), (add, 0, 0)],

@@ -45,6 +45,8 @@ class TestTable(BatchConformance):
 class TestDisk(BatchConformance):
     """Half of the trajectories lie on disk only."""
 
+    mover = mover_fixture("gpu")
+
     def make(self, stack: contextlib.ExitStack, *, packed: bool) -> Made:
         disk = gear.Disk(self.path / "table", sync_seconds=NEVER, size="1GiB", keep="newest")
         options = {**SIZES, "packed": packed, "max_blocks": 200, "disk": disk}
@@ -57,6 +59,8 @@ class TestDisk(BatchConformance):
 
 class TestShards(BatchConformance):
     """Three tables of this process."""
+
+    mover = mover_fixture("gpu")
 
     remote: tuple[int, ...] = ()
     cache: int | None = None

@@ -82,7 +82,6 @@ def test_columns_of_one_size_share_their_lists(run: Gather, columns: int) -> Non
     batch.run(run)
 
 
-@hypothesis.settings(max_examples=30)
 @hypothesis.given(
     sizes=st.lists(st.sampled_from(STEP_BYTES), min_size=1, max_size=4),
     once=st.lists(st.sampled_from(STEP_BYTES), max_size=2),

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "lightning_ddp.py"
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED]
 
 
-@pytest.fixture(scope="module", params=mostly_long(RUNS, "prioritized"))
+@pytest.fixture(scope="module", params=mostly_long(RUNS))
 def run(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

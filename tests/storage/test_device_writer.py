@@ -70,7 +70,6 @@ CALLS = st.lists(
 
 
 @DEVICES
-@hypothesis.settings(deadline=None, max_examples=60)
 @hypothesis.given(
     n=st.integers(1, 4), chunk=st.integers(1, 6), size=st.integers(1, 5), packed=st.booleans(), calls=CALLS,
     sliced=st.booleans(),

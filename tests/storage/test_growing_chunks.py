@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gear_loader as gear
@@ -46,7 +46,6 @@ def there(table: gear.Table) -> list[list[int]]:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_each_step_of_a_chunk_is_there_at_once(data: Any) -> None:
     chunk = data.draw(st.integers(1, 7), "chunk")
     overlap = data.draw(st.integers(0, chunk - 1), "overlap")

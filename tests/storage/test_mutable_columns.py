@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from concurrency_common import Child, Nursery, Voice
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from table_common import fresh_name, unchanged
 
@@ -45,7 +45,6 @@ def same(found: Any, expected: Any) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_every_reader_sees_the_last_values(data: Any) -> None:
     """Of trajectories that were added whole, that grow, that are removed, and whose index is used again."""
     random = np.random.default_rng(data.draw(st.integers(0, 1_000), "seed"))

@@ -19,7 +19,7 @@ from table_common import Died, Fragile, bury, mortal
 
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, LockTimeoutError, SchemaError, TableFullError
-from gear_loader.storage.payload import with_records
+from gear_loader.storage.ragged_input import with_records
 from gear_loader.storage.schema import Schema
 
 COLUMNS = {
@@ -337,6 +337,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("blob", "ab", "Column 'blob' of trajectory 0 is 'ab'; expected a list of bytes, one for each step"),
     ("goal", ["a"], r"Column 'goal' of trajectory 0 is \['a'\]; expected a str"),
     ("text", ["a"], "columns of uneven lengths: .*'text': 1"),
+    ("text", ["a", "\ud800"], "Column 'text' of trajectory 0 has .*; expected text that UTF-8 can encode"),
 ]
 
 
@@ -453,6 +454,72 @@ def test_values_are_split_over_gaps() -> None:
             at += int(heap[at]) // 8
         with pytest.raises(CorruptTableError, match="corrupt index"):
             table[index]
+
+
+def test_values_find_room_whatever_lies_there() -> None:
+    """What fits into an empty table fits into a full one too, beside gaps between the extents of others."""
+    columns = {"blob": gear.Column(bytes)}
+    sizes: dict[str, Any] = {"max_steps": 500, "max_trajectories": 200, "block_steps": 1, "timeout": 0.2}
+    with gear.Table.create(
+        columns, memory=gear.Memory(payload=65_536), on_full="evict_oldest", **sizes
+    ) as table:
+        for number in range(100):
+            table.add({"blob": [bytes([number]) * 900]})
+        index = table.add({"blob": [bytes([number]) * 1000 for number in range(63)]})
+        assert [value[0] for value in table[index]["blob"]] == list(range(63))
+        table.check_valid()
+
+
+def test_a_wait_for_room_holds_none() -> None:
+    columns = {"blob": gear.Column(bytes)}
+    sizes: dict[str, Any] = {"max_steps": 500, "max_trajectories": 200, "block_steps": 1, "timeout": 0.1}
+
+    def place(index: Any, pieces: int) -> np.ndarray[Any, Any]:
+        _, payload = with_records(Schema(columns), [{"blob": [bytes(1000)] * pieces}])
+        slots, _ = index.begin(np.array([pieces]), evict=1)
+        heap, generations = table._engine.region.payload(), index.arrays.generation[slots]
+        index.place_payload(heap, payload, slots, generations, evict=1, wait=False)
+        return slots
+
+    with gear.Table.create(
+        columns, memory=gear.Memory(payload=65_536), on_full="evict_oldest", **sizes
+    ) as table:
+        index = table._engine.index
+        first = place(index, 40)
+        with pytest.raises(LockTimeoutError):
+            place(index, 40)
+        index.commit(first, np.ones(1, np.float32))
+        place(index, 55)
+        table.check_valid()
+
+
+def test_room_that_a_reader_holds_is_waited_for() -> None:
+    with table_of(4096, on_full="error", timeout=20) as table:
+        new = {**trajectory(np.random.default_rng(1), 1, 0), "blob": [bytes(3000)]}
+        index = table.add(new)
+        ticket = table._engine.reader().begin_read()
+        table.remove(index)
+        timer = threading.Timer(0.5, ticket.end)
+        timer.start()
+        check_trajectory(table[table.add(new)], new)
+        timer.join()
+
+
+@pytest.mark.parametrize("record", [(96, -(2**63)), (96, -3), (2**62, 3), (-5, 3), (4096, -1), (97, -1)])
+def test_records_that_name_no_values(record: tuple[int, int]) -> None:
+    with gear.Table.create(
+        {"text": gear.Column(str)}, max_steps=9, max_trajectories=9, memory=gear.Memory(payload=4096)
+    ) as table:
+        index = table.add({"text": ["ä"]})
+        table._engine.region.payload()[12] = -1  # no text, and no extent
+        table._engine.region.column("text").view(np.int64)[table._engine.index.arrays.row(index)[0], 0] = (
+            record
+        )
+        for read in (lambda: table[index], lambda: table.gather([index], windows={"text": gear.Window(1)})):
+            with pytest.raises(CorruptTableError, match="corrupt index"):
+                read()
+        with pytest.raises(AssertionError):
+            table.check_valid()
 
 
 def test_a_schema_keeps_them() -> None:

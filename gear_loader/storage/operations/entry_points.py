@@ -268,8 +268,8 @@ def _evict(p, steps, how):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_payload(p, heap, slots, generations, runs, sizes, offsets, done):  # type: ignore[no-untyped-def]
-    return take_payload(view_at(p), heap, slots, generations, runs, sizes, offsets, done)
+def _take_payload(p, heap, slots, generations, runs, sizes, offsets):  # type: ignore[no-untyped-def]
+    return take_payload(view_at(p), heap, slots, generations, runs, sizes, offsets)
 
 
 @compiled

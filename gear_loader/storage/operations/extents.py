@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gear_loader.native.compile import inlined
 from gear_loader.storage.operations.lifecycle import reclaim
 from gear_loader.storage.operations.view import DONE, SHORT, fence, require
@@ -125,10 +127,24 @@ def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any) -> Any
 
 
 @inlined
-def take_payload(
-    v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, offsets: Any, done: Any
-) -> Any:
-    """Find places for values of trajectories that are being written.
+def give_back(v: Any, heap: Any, slots: Any) -> None:
+    """Make gaps of the extents of trajectories that are being written."""
+    mine = np.zeros(v.num_slots, dtype=np.bool_)
+    for i in range(len(slots)):
+        mine[slots[i]] = True
+    at, end = FIRST, len(heap) * 8
+    while at < end:
+        size = extent_size(heap, at)
+        if is_used(v, heap, at) and mine[heap[at // 8 + SLOT]]:
+            heap[at // 8 + SLOT] = -1
+        at += size
+
+
+@inlined
+def take_payload(v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, offsets: Any) -> Any:
+    """Find places for all values of trajectories that are being written, or for none.
+
+    Whoever waits for room so holds none that others wait for, and no gaps are left between its own values.
 
     Values of a run lie one after another, as far as a gap reaches, and a run begins at a multiple of 16 bytes.
 
@@ -137,10 +153,9 @@ def take_payload(
         runs: int64 [R, 3], ascending: number of the trajectory, and first and end of its values in `sizes`.
         sizes: int64 [V], bytes.
         offsets: int64 [V], output: first byte of each, 0 of empty ones; negative: of the first extent of a split one.
-        done: int64 [1], values that have a place; a call that is SHORT is repeated with the same.
 
     Returns:
-        DONE, or SHORT if the gaps are too small for the next value.
+        DONE, or SHORT if the gaps are too small.
     """
     reclaim(v)
     if heap[CURSOR] == 0:
@@ -150,14 +165,12 @@ def take_payload(
         heap[CURSOR] = FIRST
     gap, at, limit, owner = -1, 0, 0, -1
     for r in range(len(runs)):
-        if runs[r, END] <= done[0]:
-            continue
         if gap >= 0 and runs[r, TRAJECTORY] != owner:
             keep(heap, gap, at, slots[owner], generations[owner])
             gap = -1
         owner = runs[r, TRAJECTORY]
         at = (at + GRAIN - 1) // GRAIN * GRAIN
-        for i in range(max(runs[r, BEGIN], done[0]), runs[r, END]):
+        for i in range(runs[r, BEGIN], runs[r, END]):
             size = sizes[i]
             require(size >= 0)
             offsets[i] = 0
@@ -166,16 +179,17 @@ def take_payload(
                     keep(heap, gap, at, slots[owner], generations[owner])
                 gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN)
                 if gap <= 0 and -gap < size:
+                    if i > 0:
+                        give_back(v, heap, slots)
                     return SHORT
                 if gap <= 0:
-                    gap, done[0] = -1, i + 1
+                    gap = -1
                     offsets[i] = -split_value(v, heap, size, slots[owner], generations[owner])
                     continue
                 at, limit = gap + HEADER, gap + extent_size(heap, gap)
             if size > 0:
                 offsets[i] = at
                 at += size
-            done[0] = i + 1
     if gap >= 0:
         keep(heap, gap, at, slots[owner], generations[owner])
     return DONE

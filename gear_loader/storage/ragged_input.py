@@ -1,0 +1,158 @@
+"""Checks of ragged values that are to be stored. Loads neither torch nor compiled loops, as clients do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.dtypes import NUMPY_DTYPES
+from gear_loader.storage.ragged import Ragged, Values
+from gear_loader.storage.schema import Column, Schema, as_mapping, copied, settled
+from gear_loader.utils.arrays import Array, data_address, shown, unreadable
+from gear_loader.utils.lazy_torch import is_tensor, torch
+
+
+class Payload(NamedTuple):
+    """Ragged values of trajectories to store.
+
+    Attributes:
+        runs: int64 [R, 3], as `operations.extents.take_payload` takes them.
+        sizes, rows, addresses: int64 [V], of each value: bytes, rows, and where it is.
+        records: of each run, int64 [values, 2], which the steps to store refer to.
+        hold: owners of that memory.
+    """
+
+    runs: Array
+    sizes: Array
+    rows: Array
+    addresses: Array
+    records: Sequence[Array]
+    hold: object
+
+
+def with_records(schema: Schema, trajectories: Sequence[Any]) -> tuple[list[Any], Payload]:
+    """Trajectories with records in place of ragged values, for `payload.write_payload` to complete.
+
+    Raises:
+        SchemaError: values that do not fit; the message names the first trajectory.
+    """
+    parts = _Parts()
+    given = []
+    for number, trajectory in enumerate(trajectories):
+        rows = as_mapping(trajectory)
+        if isinstance(rows, Mapping):  # other values are an error of `Schema.validate`
+            rows = dict(settled(rows))
+            for name in schema.ragged:
+                if name in rows:
+                    rows[name] = parts.add(
+                        number, schema[name], rows[name], f"Column {name!r} of trajectory {number}"
+                    )
+        given.append(rows)
+    return given, parts.joined()
+
+
+class _Parts:
+    """Makes a `Payload` of columns of trajectories."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int, int]] = []
+        self._parts: list[tuple[Array, Array, Array]] = []
+        self._records: list[Array] = []
+        self._holds: list[object] = []
+        self._count = 0
+
+    def add(self, number: int, column: Column, given: Any, what: str) -> Array:
+        """Take the values of one trajectory; return their records, zeros yet."""
+        values, once = column.ragged, column.trajectory
+        assert values is not None
+        rows, addresses, hold = _located(values, [given] if once else given, what, once)
+        first, self._count = self._count, self._count + len(rows)
+        self._runs.append((number, first, self._count))
+        self._parts.append((rows * values.row_bytes, rows, addresses))
+        self._records.append(np.zeros((len(rows), 2), dtype=np.int64))
+        self._holds.append(hold)
+        return self._records[-1][0] if once else self._records[-1]
+
+    def joined(self) -> Payload:
+        """What was taken."""
+        none: Array = np.empty(0, dtype=np.int64)
+        sizes, rows, addresses = (
+            np.concatenate(part) for part in zip((none,) * 3, *self._parts, strict=True)
+        )
+        runs: Array = np.array(self._runs, dtype=np.int64).reshape(-1, 3)
+        return Payload(runs, sizes, rows, addresses, self._records, self._holds)
+
+
+def _located(values: Values, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
+    """Rows and addresses of the values of a column of a trajectory, int64 [T] each, and what holds this memory."""
+    if values.kind != "array":
+        return _located_text(values.kind, given, what, once)
+    if is_tensor(given) and given.is_nested and given.layout is torch.jagged:
+        nested: Any = given.detach().contiguous()
+        given = Ragged(nested.values(), nested.offsets())
+    if isinstance(given, Ragged):
+        given = Ragged(given.values, given.offsets.cpu())  # which checks offsets that were on a GPU
+        data, address = _array(values, given.values, what)
+        offsets = given.offsets.numpy()
+        return np.diff(offsets), address + offsets[:-1] * values.row_bytes, data
+    if not isinstance(given, (list, tuple)):
+        raise SchemaError(
+            f"{what} is {shown(given)}; expected a list of arrays [{', '.join(map(str, ('n', *values.shape)))}], one "
+            "for each step, or a gear_loader.Ragged."
+        )
+    found = [_array(values, each, what if once else f"{what}, step {i},") for i, each in enumerate(given)]
+    rows = np.array([len(array) for array, _ in found], dtype=np.int64)
+    return rows, np.array([address for _, address in found], dtype=np.int64), found
+
+
+def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
+    kinds: Any = str if kind == "str" else (bytes, bytearray, memoryview)
+    items = given if isinstance(given, (list, tuple)) else None
+    wrong = (
+        None
+        if items is None
+        else next((i for i, item in enumerate(items) if not isinstance(item, kinds)), None)
+    )
+    if items is None or wrong is not None:
+        found = shown(given if items is None or wrong is None else items[wrong])
+        expected = f"{'a' if once else 'a list of'} {kind}{'' if once else ', one for each step'}"
+        raise SchemaError(f"{what} is {found}; expected {expected}.")
+    try:
+        pieces = [item.encode() if kind == "str" else bytes(item) for item in items]
+    except UnicodeEncodeError as error:
+        raise SchemaError(
+            f"{what} has {shown(error.object)}; expected text that UTF-8 can encode, without surrogates."
+        ) from None
+    rows: Array = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    data: Array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    return rows, data.ctypes.data + np.cumsum(rows) - rows, data
+
+
+def _array(values: Values, given: Any, what: str) -> tuple[Any, int]:
+    """Contiguous memory of the host of ``[n, *shape]``, an array or a tensor, and its address."""
+    dtype = NUMPY_DTYPES.get(values.dtype_name)
+    array = type(given) is np.ndarray
+    kind = unreadable(given) if is_tensor(given) else None if array else type(given).__name__
+    fits = kind is None and given.ndim == 1 + len(values.shape) and tuple(given.shape[1:]) == values.shape
+    fits = fits and (given.dtype == dtype and dtype is not None if array else given.dtype == values.dtype)
+    if not fits:
+        found = f"a {kind}" if kind is not None else f"{given.dtype} {list(given.shape)}"
+        raise SchemaError(
+            f"{what} is {found}; expected a numpy array or a torch tensor of torch.{values.dtype_name} and shape "
+            f"[{', '.join(map(str, ('n', *values.shape)))}]."
+        )
+    if array:
+        given = np.ascontiguousarray(given)
+        return given, data_address(given) if len(given) else 0
+    given = given.detach().resolve_neg().cpu().contiguous()
+    return given, given.data_ptr()
+
+
+def copied_ragged(value: Any) -> Any:
+    """As `schema.copied`, of a `Ragged` too."""
+    if isinstance(value, Ragged):
+        return Ragged(value.values.clone(), value.offsets.clone(), value.shape)
+    return copied(value)
