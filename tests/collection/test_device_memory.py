@@ -251,6 +251,21 @@ def test_a_draw_on_the_gpu_follows_what_an_update_takes_in(monkeypatch: pytest.M
         assert (data.sample()["reward"] == 7).all()
 
 
+def test_batches_by_priority_for_another_gpu_are_drawn_by_the_host() -> None:
+    with stand_in("latest"), on_gpu() as table:
+        for number in range(3):
+            table.add(trajectory(number))
+        assert table.pin(DEVICE)
+        assert not table.pin("cuda:0")
+        windows = {"reward": gear.Window(1), "task": None}
+        data = gear.ReplayDataset(
+            table, batch_size=9, device="cuda:0", windows=windows, sampler=gear.Prioritized(1.0)
+        )
+        batch = data.sample()
+        assert batch["reward"].device == torch.device("cuda", 0)
+        assert torch.equal(batch["reward"].cpu().flatten(), batch["task"][:, 0].cpu().double())
+
+
 # ---------------------------------------------------------------- bytes, and what is refused
 
 
