@@ -266,6 +266,20 @@ def test_batches_by_priority_for_another_gpu_are_drawn_by_the_host() -> None:
         assert torch.equal(batch["reward"].cpu().flatten(), batch["task"][:, 0].cpu().double())
 
 
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_groups_are_formed_of_what_lies_there(device: Any) -> None:
+    schema = {"value": gear.Column(torch.int64), "prompt": gear.Column(torch.int64, per="trajectory")}
+    with stand_in(), gear.Table.create(schema, **SIZES, device=DEVICE) as table:
+        for number in range(12):
+            table.add({"value": np.full(3, number), "prompt": number // 2})
+        options: dict[str, Any] = {"groups": gear.Groups("prompt", 2), "device": device}
+        windows = {"value": gear.Window(1, squeeze=True), "prompt": None}
+        batch = gear.ReplayDataset(table, batch_size=6, windows=windows, **options).sample()
+        assert batch["prompt"].tolist() == (batch["value"] // 2).tolist()
+        assert (batch["prompt"].view(3, 2) == batch["prompt"].view(3, 2)[:, :1]).all()
+        assert all(len(set(pair)) == 2 for pair in batch["value"].view(3, 2).tolist())
+
+
 # ---------------------------------------------------------------- bytes, and what is refused
 
 
