@@ -28,7 +28,6 @@ from gear_loader.storage.selected_rows import CudaRows, DrawPlaces
 from gear_loader.storage.table import Table
 from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array, outside_inference
-from gear_loader.utils.captures import beside_captures
 from gear_loader.utils.packing import Layout, packed_bytes
 from gear_loader.utils.streams import current_stream
 
@@ -116,11 +115,6 @@ class PaddedDeviceBuffers(PaddedBuffers):
         if self.mover.follows:
             return None  # what is drawn may still be on its way
         if self._queued is None or self._queued.graph != graph.handle:
-
-            def wait() -> None:
-                with beside_captures(self.memory[1].device):
-                    gpu.filled.synchronize()
-
             self._queued = QueuedBatch(
                 self.host["rows"].numpy(),
                 self.host["blocks"].numpy(),
@@ -129,7 +123,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
                 graph=graph.handle,
                 stream=stream.cuda_stream,
                 filled=gpu.filled.cuda_event,
-                wait=wait,
+                wait=gpu.filled.synchronize,
             )
         self._queued.after(gpu.released.cuda_event)
         self.begin()

@@ -23,6 +23,7 @@ from gear_loader.collection.references import can_count
 from gear_loader.collection.ticket_releaser import TicketReleaser, failure_of, keep_reserved
 from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.errors import GearError, LockTimeoutError
+from gear_loader.kernels.devices import on_device
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.storage.ragged import Ragged
 from gear_loader.utils.arrays import Array, outside_inference
@@ -370,15 +371,14 @@ class Prefetcher:
 
         Neither PyTorch's current stream nor its modes matter: no tensor is made, and the driver is told the stream.
         """
-        releaser = self._releaser
+        releaser, device = self._releaser, self.collector.device
         if releaser is None or self._stream is None or self._copies:
             return 0
         batch, region = buffers.queued(self._stream), self.collector.regions[0]
         if batch is None or region.device_memory is not None:  # which has work of its own to come after
             return 0
-        with region.using():
-            with beside_captures(self.collector.device):
-                reading = releaser.check(buffers)
+        with region.using(), beside_captures(device), on_device(device):
+            reading = releaser.check(buffers)
             done = queue(buffers, item, batch)
             if done and reading:
                 releaser.end(reading)

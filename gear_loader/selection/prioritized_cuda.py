@@ -20,6 +20,7 @@ from gear_loader.selection.samplers import SAMPLE_EPOCH, Draw
 from gear_loader.selection.state import BatchRows
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves
+from gear_loader.storage.device_images import follow_writes
 from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.priority_updates import check_names
 from gear_loader.storage.readers import Ticket
@@ -134,6 +135,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             on = self._leaves
             on.enter()
             try:
+                # Under the mutex: an update may have taken in rows since the batch began to follow.
+                follow_writes(self.context.table._engine.region, stream)
                 self._prepare_draw(draw, places)
                 places.work.run(self._number if places.whole else None, queue, stream)
                 self._remember_drawn(draw, places)

@@ -38,21 +38,19 @@ class DeviceRows:
     ) -> None:
         """Read spans of trajectories. Waits for the GPU."""
         arrays, layout = self._arrays, self._layout
-        if not counts.all():
-            some = counts > 0
-            slots, generations, first, counts = slots[some], generations[some], first[some], counts[some]
-            outs = {name: (out, offsets[some]) for name, (out, offsets) in outs.items()}
-        places, size = arrays.extent[slots, 1], layout.block_steps
-        low = first // size
-        blocks = -(-(first + counts) // size) - low
-        inside = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-        steps_ids = arrays.ids_at(np.repeat(places + low, blocks) + inside)
+        places, size, some = arrays.extent[slots, 1], layout.block_steps, counts > 0
         steps, once = dict[int, dict[str, Array]](), dict[int, dict[str, Array]]()
         for name, (out, offsets) in outs.items():
-            parts = once if layout.schema[name].trajectory else steps
-            parts.setdefault(layout.columns[name].base, {})[name] = data_address(out) + offsets
+            is_once = layout.schema[name].trajectory
+            addresses = data_address(out) + (offsets if is_once else offsets[some])
+            (once if is_once else steps).setdefault(layout.columns[name].base, {})[name] = addresses
         if steps:
-            self._memory.read(steps_ids, first, counts, steps)
+            first, counts, begins = first[some], counts[some], places[some]
+            low = first // size
+            blocks = -(-(first + counts) // size) - low
+            inside = np.arange(int(blocks.sum())) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+            ids = arrays.ids_at(np.repeat(begins + low, blocks) + inside)
+            self._memory.read(ids, first, counts, steps)
         if once:
             one = np.ones_like(places)
             self._memory.read(arrays.ids_at(places), 0 * one, one, once)

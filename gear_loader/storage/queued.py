@@ -27,7 +27,6 @@ FUNCTIONS = {
     name: place
     for place, name in enumerate(
         (
-            "cuThreadExchangeStreamCaptureMode",
             "cuEventQuery",
             "cuStreamWaitEvent",
             "cuGraphLaunch",
@@ -36,12 +35,10 @@ FUNCTIONS = {
     )
 }
 """Functions of the driver, by their places in the words of a batch."""
-_EXCHANGE, _QUERY, _WAIT, _LAUNCH, _RECORD = range(5)
-_STREAM, _GRAPH, _FILLED, _RELEASED, _MODE, _CODE = range(5, 11)
-_NAMES, _EXTENT, _IDS, _COUNT, _WIDTH, _FIRST, _LAST, _ONCE = range(11, 19)
-_NUM_WORDS = 19
-_RELAXED = 2
-"""Other threads may capture graphs during the calls that a capture forbids."""
+_QUERY, _WAIT, _LAUNCH, _RECORD = range(4)
+_STREAM, _GRAPH, _FILLED, _RELEASED, _CODE = range(4, 9)
+_NAMES, _EXTENT, _IDS, _COUNT, _WIDTH, _FIRST, _LAST, _ONCE = range(9, 17)
+_NUM_WORDS = 17
 
 BUSY, REFUSED = -1, -2
 """Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses."""
@@ -93,17 +90,6 @@ class QueuedBatch:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _is_busy(words: Any) -> Any:
-    """Whether the GPU still reads the arguments of the last batch in the same memory, as far as is known."""
-    words[_MODE] = _RELAXED
-    mode = words.ctypes.data + 8 * _MODE
-    call(words[_EXCHANGE], mode, 0, 0)
-    code = call(words[_QUERY], words[_FILLED], 0, 0)
-    call(words[_EXCHANGE], mode, 0, 0)
-    return code != 0
-
-
-@njit(inline="always")  # type: ignore[untyped-decorator]
 def _launch(words: Any) -> Any:
     """Queue the graph after the last user of the batch, and record that it is filled; 0 or REFUSED."""
     code = 0
@@ -121,7 +107,8 @@ def _launch(words: Any) -> Any:
 def queue_uniform(  # type: ignore[no-untyped-def]
     index, words, items, block_steps, num_blocks, steps, anchor, first, stride, seed, step, epoch
 ):
-    """Draw a batch as `uniform_rows` does, look its rows up as `resolve` does, and queue its gather.
+    """Draw a batch as `uniform_rows` does, look its rows up as `resolve` does, and queue its gather. Other threads may
+    capture graphs if the caller has said so, see `gear_loader.utils.captures`.
 
     Args:
         index: places of `counters`, `extent`, `block_ids` and `generation`. words: of a `QueuedBatch`.
@@ -132,7 +119,7 @@ def queue_uniform(  # type: ignore[no-untyped-def]
     Returns:
         0, BUSY, REFUSED, or the number of invalid windows, which are not queued.
     """
-    if _is_busy(words):
+    if call(words[_QUERY], words[_FILLED], 0, 0) != 0:
         return BUSY
     count, width = words[_COUNT], words[_WIDTH]
     names = carray(pointer(words[_NAMES]), (3, count), np.int64)

@@ -570,7 +570,7 @@ class Region:
 
         Returns:
             Whether it is pinned. False without a GPU, or if CUDA refuses; a notice gives the reason. Without `wait`
-            also False while the thread is at work.
+            also False while the thread is at work. False for another GPU than that on which the blocks lie.
 
         Raises:
             GpuError: no progress for two minutes.
@@ -593,6 +593,8 @@ class Region:
             return False
         index = None if device is None else device.index
         index = torch.cuda.current_device() if index is None else index
+        if mapping.device_memory is not None and index != mapping.device_memory.device.index:
+            return False
         if index in mapping.devices:
             return True
         base, total = self._view().ctypes.data, round_up(self.layout.region_bytes, mmap.PAGESIZE)

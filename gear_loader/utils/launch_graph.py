@@ -26,7 +26,13 @@ _NUMBERS: dict[str, Any] = {
     "fp32": ctypes.c_float,
 }
 """Types of a kernel's arguments, by Triton's names; those of pointers begin with ``*``."""
-_PLAIN = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0}
+_PLAIN = {
+    "num_ctas": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}
 """What is expected of a compiled kernel: its node says nothing else."""
 _WARP = 32
 
@@ -100,8 +106,8 @@ class _Nodes:
     ) -> None:
         # Compiles it, or finds what was compiled for such arguments; then loads it.
         made = kernel.warmup(*arguments, grid=grid, **constants)
-        if made.run is None or made.function is None:
-            raise _Refused(f"{made.metadata.name} was not loaded")
+        if made is None or made.run is None or made.function is None:  # None: it is interpreted
+            raise _Refused(f"{kernel.__name__} was not loaded")
         for name, value in _PLAIN.items():
             if getattr(made.metadata, name, value) != value:
                 raise _Refused(f"{made.metadata.name} has {name} {getattr(made.metadata, name)}")

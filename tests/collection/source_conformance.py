@@ -89,16 +89,18 @@ class SourceConformance:
             if name in expected["masks"]:
                 assert np.array_equal(masks[i].numpy(), expected["masks"][name]), name
 
-    def test_packed_rows(self, made: tuple[Any, np.ndarray]) -> None:
+    @pytest.mark.parametrize("window", [(30, -10), (4, 10)])  # the second has no steps of some rows
+    def test_packed_rows(self, made: tuple[Any, np.ndarray], window: tuple[int, int]) -> None:
         source, slots = made
-        windows: dict[str, Any] = dict.fromkeys((*STEPS, "again"), gear.Window(30, -10)) | {"task": None}
-        windows["again"] = gear.Window(30, -10, column="obs")
+        windows: dict[str, Any] = dict.fromkeys(STEPS, gear.Window(*window)) | {"task": None}
+        windows["again"] = gear.Window(*window, column="obs")
         rows = self.drawn(12)
         expected = oracle.batch(SCHEMA, TRAJECTORIES, rows, windows, layout="packed")
         places = slots[[row.trajectory for row in rows]], np.array([row.anchor for row in rows])
         lengths = source.sizes(places[0])[:, 0]
-        first = np.maximum(places[1] - 10, 0)
-        spans = np.stack((first, np.minimum(places[1] + 20, lengths) - first))
+        begin = places[1] + window[1]
+        first = np.clip(begin, 0, lengths)
+        spans = np.stack((first, np.minimum(begin + window[0], lengths) - first))
         starts = expected["cu_seqlens"][:-1].astype(np.int64)
         outs = {name: np.full_like(expected[name], 7) for name in windows}
         where = []

@@ -22,6 +22,7 @@ from test_batches_of_sources import SIZES, of_table
 
 import gear_loader as gear
 from gear_loader.checkpoint import loading
+from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.errors import PrivateTableError, RegionError, SchemaError, StaleIndexError, TableFullError
 from gear_loader.graph.table_rows import TableRows
 from gear_loader.storage import device_memory
@@ -221,6 +222,48 @@ def test_batches_follow_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory.DeviceMemory, "follow", lambda *_: None)
     with pytest.raises(AssertionError):
         check_that_batches_follow()
+
+
+def test_a_draw_on_the_gpu_follows_what_an_update_takes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the begin of a batch and its draw, in another thread."""
+    with stand_in("latest") as cuda, on_gpu() as table:
+        cuda.threads.frequency = 0.0
+        data = gear.ReplayDataset(
+            table,
+            batch_size=9,
+            device=DEVICE,
+            windows={"reward": gear.Window(1)},
+            sampler=gear.Prioritized(1.0),
+        )
+        table.add(trajectory(1))
+        data.sample()
+        torch.cuda.synchronize()
+        begin = PaddedCuda.begin
+
+        def begin_and_add(*given: Any) -> None:
+            monkeypatch.undo()
+            begin(*given)
+            slot = table.add(trajectory(7), priority=1e12)
+            generation = table._engine.index.arrays.generation[[slot]].copy()
+            data.update_priority([slot], [1e12], generation=generation)
+
+        monkeypatch.setattr(PaddedCuda, "begin", begin_and_add)
+        assert (data.sample()["reward"] == 7).all()
+
+
+def test_batches_by_priority_for_another_gpu_are_drawn_by_the_host() -> None:
+    with stand_in("latest"), on_gpu() as table:
+        for number in range(3):
+            table.add(trajectory(number))
+        assert table.pin(DEVICE)
+        assert not table.pin("cuda:0")
+        windows = {"reward": gear.Window(1), "task": None}
+        data = gear.ReplayDataset(
+            table, batch_size=9, device="cuda:0", windows=windows, sampler=gear.Prioritized(1.0)
+        )
+        batch = data.sample()
+        assert batch["reward"].device == torch.device("cuda", 0)
+        assert torch.equal(batch["reward"].cpu().flatten(), batch["task"][:, 0].cpu().double())
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,50 @@ def test_what_changes_from_batch_to_batch_is_no_reason_to_record_again(
     assert plain.machine.counts["replays"] == 0
     for number, (one, other) in enumerate(zip(recorded, queued, strict=True)):
         compare(number, one, other)
+
+
+def queued_dataset(table: gear.Table) -> tuple[gear.ReplayDataset, Any]:
+    """A dataset, and its iterator, whose next batches are queued in one call."""
+    data = gear.ReplayDataset(table, batch_size=4, windows=WINDOWS, device="cuda:1", batches_per_epoch=40)
+    batches = iter(data)
+    for _ in range(12):
+        next(batches)
+    return data, batches
+
+
+def test_what_one_call_queues_disturbs_no_capture_of_another_thread() -> None:
+    cuda = Cuda(0, "latest")
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        data, batches = queued_dataset(table)
+        with cuda.capturing():
+            cuda._captures[-1].thread = 0
+            for _ in range(3):
+                next(batches)
+        del data, batches
+        gc.collect()
+    cuda.check()
+
+
+def test_buffers_that_one_call_fills_are_freed_with_the_dataset() -> None:
+    """No cycle keeps memory of the GPU until the garbage collector runs."""
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table() as table:
+        data, batches = queued_dataset(table)
+        (pool,) = data._buffers.pools.values()
+        batches.close()
+        kept = [weakref.ref(each) for each in (*pool.free, *pool.delivered)]
+        gc.collect()
+        gc.disable()
+        try:
+            del data, batches, pool
+            cuda.threads.finish()
+            assert kept
+            assert not any(each() for each in kept)
+        finally:
+            gc.enable()
+        gc.collect()
+    cuda.check()
 
 
 def test_a_change_of_the_table_is_one_copy() -> None:

@@ -75,21 +75,24 @@ class Library:
 
 
 class Kernel:
-    """A kernel of an address and a number, as Triton compiles it; `scratch`: the memory that it needs beside them."""
+    """A kernel of an address and a number, as Triton compiles it; `needs`: more metadata, None if it is interpreted."""
 
     arg_names = ("p_out", "count", "BLOCK")
 
-    def __init__(self, scratch: int = 0) -> None:
+    __name__ = "kernel"
+
+    def __init__(self, needs: dict[str, Any] | None) -> None:
         self.launched: list[tuple[Any, ...]] = []
-        self._scratch = scratch
+        self._needs = needs
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: self.launched.append((grid, *arguments, constants))
 
     def warmup(self, *arguments: Any, grid: tuple[int, ...], **constants: Any) -> Any:
-        metadata = types.SimpleNamespace(
-            name="kernel", num_warps=constants["num_warps"], shared=1024, global_scratch_size=self._scratch
-        )
+        if self._needs is None:
+            return None
+        given = {"name": "kernel", "num_warps": constants["num_warps"], "shared": 1024}
+        metadata = types.SimpleNamespace(**given | self._needs)
         signature = {"p_out": "*i64", "count": "i64", "BLOCK": "constexpr"}
         source = types.SimpleNamespace(signature=signature)
         return types.SimpleNamespace(run=self.launched.append, function=9, metadata=metadata, src=source)
@@ -113,10 +116,10 @@ BUILT = ["create", "copy", "kernel", "instantiate", "destroy"]
 
 
 class Work:
-    """A copy and a launch; `fails` once."""
+    """A copy and a launch; `fails` once. `needs`: as of `Kernel`."""
 
-    def __init__(self, scratch: int = 0) -> None:
-        self.kernel, self.out, self.host = Kernel(scratch), numbers(0), numbers(7)
+    def __init__(self, needs: dict[str, Any] | None = {}) -> None:  # noqa: B006
+        self.kernel, self.out, self.host = Kernel(needs), numbers(0), numbers(7)
         self.queued = 0
         self.fails: BaseException | None = None
 
@@ -177,13 +180,18 @@ def test_a_graph_keeps_the_tensors_of_its_nodes(monkeypatch: pytest.MonkeyPatch)
     assert [each() for each in kept] == [None, None]
 
 
-@pytest.mark.parametrize("failing", ["create", "copy", "kernel", "instantiate", "scratch"])
+NEEDS: dict[str, dict[str, Any] | None] = {
+    "interpreted": None,
+    "scratch": {"global_scratch_size": 1},
+    "profiled": {"profile_scratch_size": 1},
+    "clusters": {"num_ctas": 2},
+}
+
+
+@pytest.mark.parametrize("failing", ["create", "copy", "kernel", "instantiate", *NEEDS])
 def test_work_that_cannot_be_built_is_queued_each_time(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, work, repeated = (
-        driver(monkeypatch, **{failing: 900}),
-        Work(failing == "scratch"),
-        RepeatedWork(),
-    )
+    library, work = driver(monkeypatch, **{failing: 900}), Work(NEEDS.get(failing, {}))
+    repeated = RepeatedWork()
     for number in range(4):
         repeated.run("rows", work.queue, STREAM)
         assert len(work.kernel.launched) == number + 1
@@ -221,7 +229,7 @@ def test_without_a_driver_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.undo()
-    monkeypatch.setattr(drivers.ctypes, "CDLL", no_library)
+    monkeypatch.setattr(drivers.ctypes, "PyDLL", no_library)
     assert drivers.library.__wrapped__() is None
 
 

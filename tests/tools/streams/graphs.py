@@ -55,14 +55,7 @@ def kind_of(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _exchange(cuda: Any, address: int, *_: int) -> int:
-    mode = ctypes.c_int.from_address(address)
-    code: int = cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    return code
-
-
 _COMPILED: dict[str, Callable[..., int]] = {
-    "cuThreadExchangeStreamCaptureMode": _exchange,
     "cuEventQuery": lambda cuda, event, *_: cuda.cuEventQuery(event),
     "cuStreamWaitEvent": lambda cuda, *given: cuda.cuStreamWaitEvent(*given),
     "cuGraphLaunch": lambda cuda, graph, stream, _: cuda.cuGraphLaunch(graph, stream),
