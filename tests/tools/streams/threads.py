@@ -268,9 +268,13 @@ class Threads:
             def _is_owned(self) -> bool:
                 return False
 
-        current = threading.current_thread
         return types.SimpleNamespace(
-            Thread=Thread, Event=Event, Lock=Lock, RLock=Lock, current_thread=current
+            Thread=Thread,
+            Event=Event,
+            Lock=Lock,
+            RLock=Lock,
+            current_thread=threading.current_thread,
+            get_ident=threading.get_ident,
         )
 
     @property
