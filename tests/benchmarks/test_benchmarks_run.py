@@ -344,7 +344,10 @@ def test_gpu_check_wants_a_folder_and_tests_without_a_package_of_the_benchmarks(
 @pytest.mark.timeout(1800)
 @needs_no_gpu
 def test_gpu_check_passes_on_the_stand_in_from_end_to_end(tmp_path: Path) -> None:
-    """With small sizes; of the tests those of users' calls that replay, as kernels are not executed there."""
+    """With small sizes; of the tests those of users' calls that replay, as kernels are not executed there.
+
+    Without `overlap`: there nothing takes place beside anything.
+    """
     stand_in = ROOT / "tests" / "tools" / "streams" / "instead.py"
     python = script(
         tmp_path / "python",
@@ -356,14 +359,15 @@ exec {sys.executable} {stand_in} "$@" -k "replays and (uniform or annealed or pa
     )
     out, environment = tmp_path / "out", {**os.environ, "PYTHON": str(python), "BENCH": "--quick --repeats 1"}
     environment["SLOWER"] = "20"  # than a GPU
+    environment["STAGES"] = "loops tests sanitizer device collect simulator packed graph"
     command = ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
     found = verdicts((out / "summary.txt").read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    assert set(found.values()) == {"passed", "LEFT OUT"}
+    assert set(found.values()) <= {"passed", "LEFT OUT"}
     assert "3 passed" in (out / "tests.log").read_text(encoding="utf-8")
     rows = rows_of(out / "rows.jsonl")
-    assert {row["experiment"] for row in rows} == set(_STAGES)
+    assert {row["experiment"] for row in rows} == set(_STAGES) - {"overlap"}
     assert len(list(out.iterdir())) <= 8
     measured = {row["workload"] for row in rows if row["experiment"] == "device"}
     assert {"marks", "calls", "batch", "functions"} <= measured
