@@ -681,20 +681,25 @@ def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch
     if count == 0:
         return
     with on_device(tree.device):
-        launch(
-            draw_kernel,
-            (triton.cdiv(count, DRAW["ROWS"]),),
-            random,
-            tree.leaves,
-            tree.sums,
-            tree.levels,
-            tree.status,
-            items,
-            values,
-            count,
-            tree.depth,
-            **DRAW,
-        )
+        _launch_draw(tree, random, items, values)
+
+
+def _launch_draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> None:
+    count = len(items)
+    launch(
+        draw_kernel,
+        (triton.cdiv(count, DRAW["ROWS"]),),
+        random,
+        tree.leaves,
+        tree.sums,
+        tree.levels,
+        tree.status,
+        items,
+        values,
+        count,
+        tree.depth,
+        **DRAW,
+    )
 
 
 def draw_distinct(
@@ -722,20 +727,7 @@ def draw_distinct(
         return
     arguments: list[Any] = [random, tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels, tree.status]
     with on_device(tree.device):
-        launch(
-            draw_kernel,
-            (triton.cdiv(count, DRAW["ROWS"]),),
-            random,
-            tree.leaves,
-            tree.sums,
-            tree.levels,
-            tree.status,
-            drawn,
-            leaves,
-            count,
-            tree.depth,
-            **DRAW,
-        )
+        _launch_draw(tree, random, drawn, leaves)
         launch(
             draw_distinct_kernel,
             (1,),

@@ -27,9 +27,8 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
 _T = TypeVar("_T")
-_DISK_READS = (
-    4  # attempts of `read_whole` without the lock, where trajectories may have to be read from a disk
-)
+_DISK_READS = 4
+"""Attempts of `read_whole` without the lock, where trajectories may have to be read from a disk."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import mostly_long
 from checkpoint_common import CALLS, contents, dying, make
-from lost_writes import Tree, write_tree
+from lost_writes import PowerCuts, write_tree
 from table_common import Died, rows
 
 import gear_loader as gear
@@ -116,39 +116,26 @@ def test_a_power_cut_loses_what_was_not_synced(
         monkeypatch.setattr(IndexFile, "has_room", lambda *given: False)
     path, turn = tmp_path / "disk", 0
     path.mkdir()
-    views: list[tuple[int, dict[str, bytes]]] = []
-
-    def note() -> None:
-        view = tree.view(names=names)
-        view.pop(".gear-loader.lock", None)
-        if not views or views[-1] != (finished, view):
-            views.append((finished, view))
-
-    finished, states = -1, []
-    tree = Tree(path, note)
-    with tree.recording():
+    cuts, states = PowerCuts(path, names=names), []
+    with cuts.recording():
         table = make(on_full="evict_oldest", disk=gear.Disk(path, sync_seconds=NEVER))
         states.append(contents(table))
-        finished = 0
+        cuts.turn = 0
         for turn in range(1, 5):
             table.extend([rows(10 * turn + i, 5 + turn) for i in range(3)])
             table.remove(table.indices()[:2])
             states.append(contents(table))
             table.save(path)
-            finished = turn
+            cuts.turn = turn
         table.close()
     seen = set()
-    for number, (turn, view) in enumerate(views):
-        copy = tmp_path / str(number)
-        copy.mkdir()
-        write_tree(copy, view)
+    for turn, copy in cuts.copies(tmp_path):
         found = recovered(copy)
-        shutil.rmtree(copy)
         if found is None:
-            assert turn < 0, (number, sorted(view))
+            assert turn < 0, (copy.name, sorted(copy.iterdir()))
             continue
         place = states.index(found)
-        assert place in (turn, turn + 1), (number, turn, place)
+        assert place in (turn, turn + 1), (copy.name, turn, place)
         seen.add(place)
     assert seen == set(range(5))
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from cases import mostly_long
 from concurrency_common import Child, Voice
-from lost_writes import Tree, write_tree
+from lost_writes import PowerCuts
+from mutable_common import SCHEMA, steps
 from options_common import nested_table
 from table_common import fresh_name
 from tier_common import NEVER, spill
@@ -35,12 +36,6 @@ from gear_loader.transport.spec import PackedSpec, WindowSpec
 from gear_loader.transport.table_cache import TableCache
 
 LENGTH, COUNT = 11, 8
-SCHEMA = {
-    "obs": gear.Column(torch.int64),
-    "image": gear.Column(torch.uint8, (150,)),  # outside of the records
-    "state": gear.Column(torch.float32, (3,), mutable=True),
-    "wide": gear.Column(torch.int16, (80,), mutable=True),
-}
 LATE = {**SCHEMA, "later": gear.Column(torch.float32, late=True, mutable=True)}
 
 
@@ -61,15 +56,6 @@ def make(
     sizes |= {"max_blocks": blocks} if tier else {}
     disk = disk_of(path, tier=tier, seconds=seconds)
     return gear.Table.create(columns, **nested_table({**sizes, "disk": disk, **options}))
-
-
-def steps(count: int, number: int) -> dict[str, Any]:
-    return {
-        "obs": np.arange(count) + 1_000 * number,
-        "image": np.full((count, 150), number % 256, np.uint8),
-        "state": np.full((count, 3), number, np.float32),
-        "wide": np.full((count, 80), number, np.int16),
-    }
 
 
 def overwrite(table: Any, number: int, slots: Any = range(COUNT)) -> None:
@@ -296,40 +282,27 @@ def test_a_power_cut_leaves_whole_rows(tmp_path: Path, names: bool) -> None:
     """After every call of the system each row is of the last write that was told of, or later."""
     path = tmp_path / "disk"
     path.mkdir()
-    views: list[tuple[int, dict[str, bytes]]] = []
-
-    def note() -> None:
-        view = tree.view(names=names)
-        view.pop(".gear-loader.lock", None)
-        if not views or views[-1] != (finished, view):
-            views.append((finished, view))
-
-    finished = -1
-    tree = Tree(path, note)
-    with tree.recording():
+    cuts = PowerCuts(path, names=names)
+    with cuts.recording():
         table = make(path, blocks=40)
         for _ in range(COUNT):
             table.add(steps(LENGTH, 0))
         table.save(path)
-        finished = 0
+        cuts.turn = 0
         for turn in range(1, 5):
             overwrite(table, turn, range(turn % 2, COUNT))
             table.save(path)
             spill(table, range(turn, COUNT))
-            finished = turn
+            cuts.turn = turn
         table.close()
     seen = set()
-    for number, (turn, view) in enumerate(views):
-        copy = tmp_path / str(number)
-        copy.mkdir()
-        write_tree(copy, view)
+    for turn, copy in cuts.copies(tmp_path):
         found: list[int] = []
         with contextlib.suppress(CheckpointError):
             found = recovered(copy, tier=True)
-        shutil.rmtree(copy)
         states = [[each - each % 2] + [each] * (COUNT - 1) for each in range(5)]
         place = states.index(found) if found else -1
-        assert place in (turn, turn + 1) or turn < 0, (number, turn, found)
+        assert place in (turn, turn + 1) or turn < 0, (copy.name, turn, found)
         seen.add(place)
     assert seen >= set(range(5))
 

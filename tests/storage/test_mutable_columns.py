@@ -16,27 +16,12 @@ import torch
 from concurrency_common import Child, Nursery, Voice
 from hypothesis import given
 from hypothesis import strategies as st
+from mutable_common import SCHEMA, steps
 from table_common import fresh_name, unchanged
 
 import gear_loader as gear
 from gear_loader.errors import FilledError, SchemaError, StaleIndexError
 from gear_loader.storage import edit_log, shared_memory
-
-SCHEMA = {
-    "obs": gear.Column(torch.int64),
-    "image": gear.Column(torch.uint8, (150,)),  # outside of the records
-    "state": gear.Column(torch.float32, (3,), mutable=True),
-    "wide": gear.Column(torch.int16, (80,), mutable=True),
-}
-
-
-def steps(count: int, number: int) -> dict[str, Any]:
-    return {
-        "obs": np.arange(count) + 1_000 * number,
-        "image": np.full((count, 150), number % 256, np.uint8),
-        "state": np.full((count, 3), number, np.float32),
-        "wide": np.full((count, 80), number, np.int16),
-    }
 
 
 def same(found: Any, expected: Any) -> None:

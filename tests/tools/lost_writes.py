@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["Tree", "write_tree"]
+__all__ = ["PowerCuts", "Tree", "write_tree"]
 
 
 class _File:
@@ -98,7 +99,9 @@ class Tree:
             node.synced = dict(node.entries)
         return node is not None
 
-    def _rename(self, _: Any, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> bool:
+    def _rename(
+        self, _: Any, old: str, new: str, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> bool:
         source, target = self._folder(src_dir_fd), self._folder(dst_dir_fd)
         if source is None or target is None:
             return False
@@ -151,3 +154,35 @@ def write_tree(path: Path, files: dict[str, bytes]) -> None:
     for name, data in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
+
+
+class PowerCuts:
+    """What power cuts would leave of a directory, after each call of the system while `recording`.
+
+    Args:
+        path: as for `Tree`. names: as for `Tree.view`.
+
+    Attributes:
+        turn: is noted with each view; set it when a write has been told of.
+    """
+
+    def __init__(self, path: Path, *, names: bool) -> None:
+        self.turn, self._names = -1, names
+        self._tree = Tree(path, self._note)
+        self._views: list[tuple[int, dict[str, bytes]]] = []
+        self.recording = self._tree.recording
+
+    def _note(self) -> None:
+        view = self._tree.view(names=self._names)
+        view.pop(".gear-loader.lock", None)
+        if not self._views or self._views[-1] != (self.turn, view):
+            self._views.append((self.turn, view))
+
+    def copies(self, folder: Path) -> Iterator[tuple[int, Path]]:
+        """Turn and a copy, which lies in `folder` until the next one, of each different view."""
+        for number, (turn, view) in enumerate(self._views):
+            copy = folder / str(number)
+            copy.mkdir()
+            write_tree(copy, view)
+            yield turn, copy
+            shutil.rmtree(copy)
