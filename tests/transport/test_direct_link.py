@@ -118,10 +118,11 @@ def test_what_the_server_refuses_is_the_same_error(shelf: Shelf) -> None:
 
 def test_a_server_that_does_not_answer(shelf: Shelf) -> None:
     table, server = shelf
-    spec, go = spec_of(table), threading.Event()
+    spec, stopped, go = spec_of(table), threading.Event(), threading.Event()
     peer = server.peer(timeout=2.0)
     check(table, asked(peer, table, spec, [1], [0]))
-    server.loop.soon(go.wait, PATIENCE)
+    server.loop.soon(lambda: (stopped.set(), go.wait(PATIENCE)))
+    assert stopped.wait(PATIENCE)
     with pytest.raises(PeerTimeoutError, match="did not answer within 2 s"):
         asked(peer, table, spec, [1], [0])[0].result()
     go.set()
