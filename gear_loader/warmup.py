@@ -204,6 +204,7 @@ def _ragged() -> None:
             table.add({"tokens": [np.arange(3), np.arange(2)], "text": ["a", "bc"]})
         _draw(table, Uniform(), windows=Window(1))
         _draw(table, Uniform(), windows=Whole(), layout="packed")
+        table.stats()
         _saved(table)
 
 

@@ -177,3 +177,21 @@ def move_records(rows, places, ids, column, row_bytes, found, targets) -> None: 
         for step in range(rows[i]):
             record = _record(column, ids, places[i], step)
             record[0] = targets[i] + (record[0] - found[i, 0]) * row_bytes
+
+
+@compiled
+def count_rows(slots, extent, block_ids, num_blocks, column, once) -> int:  # type: ignore[no-untyped-def]
+    """Rows of all values of trajectories in memory; of those that change meanwhile it means nothing.
+
+    Args:
+        slots: int64 [n]. extent, block_ids: arrays of the index. num_blocks: of the table.
+        column: of the records, as for `gear_loader.native.copying.copy_rows`. once: whether each has one value.
+    """
+    total = 0
+    for slot in slots:
+        place, length = int64(extent[slot, 1]), 1 if once else int64(extent[slot, 0])
+        for step in range(length):
+            at = place + step // column[4]
+            if place >= 0 and at < len(block_ids) and 0 <= block_ids[at] < num_blocks:
+                total += abs(_record(column, block_ids, place, step)[1])
+    return total

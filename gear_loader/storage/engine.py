@@ -467,7 +467,7 @@ class Engine:
         """See `Table.stats`."""
         if self._tier_reader is not None:
             self._tier_reader.flush()
-        stats = stats_of(self.index, self.region.layout)
+        stats = stats_of(self.index, self.region)
         if self.disk is not None:
             stats = dataclasses.replace(stats, disk=self.disk.stats())
         self.notice_waste(stats)
@@ -489,7 +489,7 @@ class Engine:
             rows: Array = extent[:, 0] + extent[:, 2]
             return rows
 
-        remedy = waste_remedy(layout, stats_of(index, layout) if stats is None else stats, rows_of)
+        remedy = waste_remedy(layout, stats_of(index, self.region) if stats is None else stats, rows_of)
         if remedy is None:
             return
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_loader.native.ragged_copies import measure_values, read_values, write_values
+from gear_loader.native.ragged_copies import count_rows, measure_values, read_values, write_values
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -27,6 +27,9 @@ from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from gear_loader.storage.index import Index
 
 assert (HEADER, SIZE, NEXT) == (32, 0, 3)  # compiled into `gear_loader.native.ragged_copies`
 
@@ -47,6 +50,25 @@ def write_payload(payload: Payload, heap: Array, offsets: Array) -> bool:
     for (_, begin, end), records in zip(payload.runs.tolist(), payload.records, strict=True):
         records[:, 0], records[:, 1] = abs(offsets[begin:end]), rows[begin:end]
     return True
+
+
+def used_bytes(region: Region, index: Index) -> Array:
+    """Bytes of the memory of ragged values that each slot has, with headers and padding, int64 [slots]."""
+    used: Array = np.zeros(index.arrays.num_slots, dtype=np.int64)
+    if region.layout.payload:
+        ops, where, heap = index.arrays.ops, index.arrays.where, region.payload()
+        index.recovery.read(lambda: ops.measure_payload(where, heap, used))
+    return used
+
+
+def value_bytes(region: Region, arrays: IndexArrays, slots: Array) -> int:
+    """Bytes of the ragged values of trajectories, int64 [n], that are in memory. Takes no lock."""
+    total = 0
+    for name, values in region.layout.schema.ragged.items():
+        given = arrays.extent, arrays.block_ids, arrays.num_blocks, region.column_place(name)
+        once = region.layout.schema[name].trajectory
+        total += int(count_rows(slots, *given, once)) * values.row_bytes
+    return total
 
 
 class PayloadReader:

@@ -141,6 +141,17 @@ def give_back(v: Any, heap: Any, slots: Any) -> None:
 
 
 @inlined
+def measure_payload(v: Any, heap: Any, used: Any) -> None:
+    """Add the bytes of the extents of each slot, with their headers, to `used`, int64 [slots]."""
+    at, end = FIRST, len(heap) * 8
+    while heap[CURSOR] != 0 and at < end:
+        size = extent_size(heap, at)
+        if is_used(v, heap, at):
+            used[heap[at // 8 + SLOT]] += size
+        at += size
+
+
+@inlined
 def take_payload(v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, offsets: Any) -> Any:
     """Find places for all values of trajectories that are being written, or for none.
 
