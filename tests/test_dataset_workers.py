@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -32,6 +31,7 @@ from dataset_common import (
     drawn,
     episode,
     equal,
+    iterating,
     make_table,
     named_table,
     nothing_left,
@@ -176,16 +176,6 @@ def test_epochs_are_counted_here_and_in_workers_together(table: gear.Table) -> N
     same_batches(epochs[2], list(loader(data, 1, persistent_workers=True)))
     same_batches(epochs[3], list(loader(data, 0, collate_fn=snapshot)))
     same_batches(epochs[4], list(loader(data, 2)))
-
-
-@contextlib.contextmanager
-def iterating(batches: DataLoader[Any]) -> Iterator[Iterator[Any]]:
-    """An iterator whose workers end with it. After an error torch's own clean-up waits 5 s for each of them."""
-    iterator: Any = iter(batches)
-    try:
-        yield iterator
-    finally:
-        iterator._shutdown_workers()
 
 
 @pytest.mark.parametrize("method", mostly_long(["forkserver", "spawn"], "forkserver"))
