@@ -214,7 +214,7 @@ def test_forking_while_another_thread_compiles() -> None:
             time.sleep(0.2)
 
     def try_to_compile() -> None:
-        os._exit(0 if global_compiler_lock._lock.acquire(timeout=5) else 1)
+        os._exit(0 if global_compiler_lock._lock.acquire(timeout=30) else 1)
 
     thread = threading.Thread(target=compile_for_a_while)
     thread.start()
@@ -222,9 +222,9 @@ def test_forking_while_another_thread_compiles() -> None:
     child = multiprocessing.get_context("fork").Process(target=try_to_compile)
     child.start()
     thread.join()
-    child.join(30)
+    child.join(60)
     assert child.exitcode == 0
-    assert global_compiler_lock._lock.acquire(timeout=5)  # and here it is free again
+    assert global_compiler_lock._lock.acquire(timeout=30)  # and here it is free again
     global_compiler_lock._lock.release()
 
 
