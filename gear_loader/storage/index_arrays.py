@@ -26,8 +26,9 @@ class IndexArrays:
         operations: the operations, compiled or in Python. ops: the same, with IndexError as CorruptTableError.
         where: first argument of the operations.
         stores_at_once: whether `operations.store` may be used.
-        tier: the `Tier` below the memory, or None. copied_blocks: first blocks of a prefix that are copied, as they have
-            the values of columns per trajectory. edit_unit: bit of `filled` that is set while a trajectory
+        tier: the `Tier` below the memory, or None.
+        copied_blocks: first blocks of a prefix that are copied, as they have the values of columns per trajectory.
+        edit_unit: bit of `filled` that is set while a trajectory
             is edited, above those of the late columns; the bits above it count the edits. 0 without mutable columns.
     """
 

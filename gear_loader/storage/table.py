@@ -41,8 +41,9 @@ from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
 from gear_loader.storage.payload import check_payload
+from gear_loader.storage.prefix_input import located_after
+from gear_loader.storage.prefixes import Prefixes
 from gear_loader.storage.priority_updates import is_strict, request
-from gear_loader.storage.prefixes import Prefixes, located_after
 from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
@@ -551,8 +552,8 @@ class Table:
                 the observation that follows the last action. Windows read it, but it is never an anchor.
             prefix: index of a trajectory whose first steps this one begins with: `trajectory` has the steps after them.
                 Whole blocks of these steps are stored once, for as long as one of the trajectories is there; with
-                columns per trajectory all but the first. Needs ``Memory(prefixes=True)``. It is not evicted to make room
-                for this call.
+                columns per trajectory all but the first. Needs ``Memory(prefixes=True)``. It is not evicted to make
+                room for this call.
             prefix_steps: how many steps; by default all of that trajectory, without its final step.
             prefix_generation: generation of the index, as batches have it; detects one that was reused.
 
@@ -572,7 +573,8 @@ class Table:
         index = engine.index
         first = checked_priority(priority)
         schema = engine.schema.added
-        if (schema.ragged or prefix is not None) and final is None:
+        begins = any(given is not None for given in (prefix, prefix_steps, prefix_generation))
+        if (schema.ragged or begins) and final is None:
             steps, finals = listed(schema, [trajectory]), None
         elif final is not None:
             steps, finals = listed(schema, [with_final(schema, trajectory, final)]), _ONE
@@ -584,7 +586,7 @@ class Table:
                     return slot
             steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
             finals = None
-        prefixes = self._prefixes(steps, prefix, prefix_steps, prefix_generation)
+        prefixes = self._prefixes(steps, prefix, prefix_steps, prefix_generation) if begins else None
         priorities = np.array([first], dtype=np.float32)
         return int(engine.store_steps(steps, priorities, None, finals, prefixes=prefixes)[0])
 
@@ -730,7 +732,8 @@ class Table:
         Raises:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
-        return self._extend(trajectories, lengths, priority, None, prefix, prefix_steps, prefix_generation)
+        begin = prefix, prefix_steps, prefix_generation
+        return self._extend(trajectories, lengths, priority, prefix=begin)
 
     def extend_as(
         self,
@@ -756,17 +759,17 @@ class Table:
 
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
-        return self._extend(trajectories, lengths, priority, ids)
+        return self._extend(trajectories, lengths, priority, ids=(ids,))
 
     def _extend(
-        self, trajectories: Any, lengths: Any, priority: Any, ids: Any = None, *prefix: Any
+        self, trajectories: Any, lengths: Any, priority: Any, *, ids: Any = (), prefix: Any = ()
     ) -> Array:
         index, schema = self._engine.index, self.schema.added
         lengths = rectangular(trajectories) if lengths is None else lengths
         steps = listed(schema, trajectories) if lengths is None else stacked(schema, trajectories, lengths)
         count = len(steps.lengths)
         priorities = checked_priorities(priority, count)
-        given = None if ids is None else check_ids(ids, count)
+        given = check_ids(ids[0], count) if ids else None
         if not count:
             return np.empty(0, dtype=np.int64)
         given = given if given is not None and (given >= 0).any() else None

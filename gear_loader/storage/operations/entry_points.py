@@ -33,6 +33,7 @@ from gear_loader.storage.operations.lifecycle import (
     reclaim,
     remove,
 )
+from gear_loader.storage.operations.prefix_blocks import begin_after
 from gear_loader.storage.operations.reading import (
     begin_read,
     begin_unchanged,
@@ -42,7 +43,6 @@ from gear_loader.storage.operations.reading import (
     walk,
 )
 from gear_loader.storage.operations.room import begin
-from gear_loader.storage.operations.sharing import begin_after
 from gear_loader.storage.operations.tiers import begin_stored, evict, give_place, spill, take_back
 from gear_loader.storage.operations.view import (
     DONE,

@@ -42,10 +42,10 @@ from gear_loader.storage.states import READY
 @inlined
 def contains(slots: Any, slot: Any) -> Any:
     """Whether a slot is one of `slots`."""
+    found = False
     for each in slots:
-        if each == slot:
-            return True
-    return False
+        found = found or each == slot
+    return found
 
 
 @inlined
