@@ -62,6 +62,7 @@ def warm_up(progress: Callable[[str], None] = lambda _: None) -> dict[str, float
         ("drawing", _drawing),
         ("packed batches", _packing),
         ("values of any length", _ragged),
+        ("steps of others", _prefixes),
         ("drawing by priority", _prioritizing),
         ("several shards", _sharding),
         ("checkpoints", _saving),
@@ -206,6 +207,12 @@ def _ragged() -> None:
         _draw(table, Uniform(), windows=Whole(), layout="packed")
         table.stats()
         _saved(table)
+
+
+def _prefixes() -> None:
+    sizes: dict[str, Any] = {"max_steps": 16, "max_trajectories": 4, "block_steps": 4}
+    with Table.create(_SCHEMA, **sizes, memory=Memory(prefixes=True)) as table:
+        table.add(_steps(2), prefix=table.add(_steps(5)))
 
 
 def _prioritizing() -> None:

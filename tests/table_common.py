@@ -192,7 +192,7 @@ class Fragile(np.ndarray[Any, Any]):
 
 _ARRAYS = (
     "counters readers extent generation sequence ident epoch owner priority state links block_ids free_slots retired "
-    "touched free_blocks stream created moved sampled uses lowest parked filled stored"
+    "touched free_blocks stream created moved sampled uses lowest parked filled stored prefix"
 )
 _dead = itertools.count(2**30)  # ids that no process has
 

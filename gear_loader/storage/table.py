@@ -41,6 +41,8 @@ from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
 from gear_loader.storage.payload import check_payload
+from gear_loader.storage.prefix_input import located_after
+from gear_loader.storage.prefixes import Prefixes
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
@@ -537,6 +539,9 @@ class Table:
         *,
         priority: float | None = None,
         final: Mapping[str, Any] | None = None,
+        prefix: int | None = None,
+        prefix_steps: int | None = None,
+        prefix_generation: int | None = None,
     ) -> int:
         """Store one trajectory.
 
@@ -549,12 +554,19 @@ class Table:
                 priority that the sampler has seen (initially 1), so that new trajectories are drawn soon.
             final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``:
                 the observation that follows the last action. Windows read it, but it is never an anchor.
+            prefix: index of a trajectory whose first steps this one begins with: `trajectory` has the steps after them.
+                Whole blocks of these steps are stored once, for as long as one of the trajectories is there; with
+                columns per trajectory all but the first. Needs ``Memory(prefixes=True)``. It is not evicted to make
+                room for this call.
+            prefix_steps: how many steps; by default all of that trajectory, without its final step.
+            prefix_generation: generation of the index, as batches have it; detects one that was reused.
 
         Returns:
             Index of the trajectory: valid until its removal or eviction, then reused.
 
         Raises:
-            SchemaError: the trajectory or the priority does not fit.
+            SchemaError: the trajectory or the priority does not fit, or there are not so many steps of `prefix`.
+            StaleIndexError: `prefix` is no index of a live trajectory.
             TableFullError: the table is full and `on_full` is ``"error"``, or the wait for space timed out.
             RateLimitError: the wait for the rate limiter timed out.
             LockTimeoutError: the wait for the lock, or for space held by readers or unfinished writes, timed out.
@@ -565,7 +577,8 @@ class Table:
         index = engine.index
         first = checked_priority(priority)
         schema = engine.schema.added
-        if schema.ragged and final is None:
+        begins = any(given is not None for given in (prefix, prefix_steps, prefix_generation))
+        if (schema.ragged or begins) and final is None:
             steps, finals = listed(schema, [trajectory]), None
         elif final is not None:
             steps, finals = listed(schema, [with_final(schema, trajectory, final)]), _ONE
@@ -577,7 +590,19 @@ class Table:
                     return slot
             steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
             finals = None
-        return int(engine.store_steps(steps, np.array([first], dtype=np.float32), None, finals)[0])
+        prefixes = self._prefixes(steps, prefix, prefix_steps, prefix_generation) if begins else None
+        priorities = np.array([first], dtype=np.float32)
+        return int(engine.store_steps(steps, priorities, None, finals, prefixes=prefixes)[0])
+
+    def _prefixes(self, steps: Steps, prefix: Any, prefix_steps: Any, generation: Any) -> Prefixes | None:
+        if prefix is not None:
+            return located_after(self._engine, steps, prefix, prefix_steps, generation)
+        if prefix_steps is not None or generation is not None:
+            raise SchemaError(
+                f"prefix_steps is {shown(prefix_steps)} and prefix_generation {shown(generation)} without prefix; "
+                "give it, or none of them."
+            )
+        return None
 
     def writer(
         self, *, chunk_steps: int | None = None, overlap_steps: int = 0, commit_every_step: bool = False
@@ -688,6 +713,9 @@ class Table:
         *,
         lengths: Sequence[int] | Array | torch.Tensor | None = None,
         priority: float | Sequence[float] | Array | torch.Tensor | None = None,
+        prefix: int | Sequence[int] | Array | torch.Tensor | None = None,
+        prefix_steps: int | Sequence[int] | Array | torch.Tensor | None = None,
+        prefix_generation: int | Sequence[int] | Array | torch.Tensor | None = None,
     ) -> Array:
         """Store many trajectories atomically, taking the lock once to begin and once to commit.
 
@@ -699,6 +727,8 @@ class Table:
                 other iterable may refill the same arrays: each item is copied before the next one is requested.
             lengths: int [n], with stacked arrays.
             priority: as for `add`; one number, or [n].
+            prefix, prefix_steps, prefix_generation: as for `add`; one number for all, or [n], where a prefix of -1 is
+                none.
 
         Returns:
             Indices of the trajectories, int64 [n].
@@ -706,7 +736,8 @@ class Table:
         Raises:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
-        return self._extend(trajectories, lengths, priority)
+        begin = prefix, prefix_steps, prefix_generation
+        return self._extend(trajectories, lengths, priority, prefix=begin)
 
     def extend_as(
         self,
@@ -732,9 +763,11 @@ class Table:
 
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
-        return self._extend(trajectories, lengths, priority, ids)
+        return self._extend(trajectories, lengths, priority, ids=(ids,))
 
-    def _extend(self, trajectories: Any, lengths: Any, priority: Any, *ids: Any) -> Array:
+    def _extend(
+        self, trajectories: Any, lengths: Any, priority: Any, *, ids: Any = (), prefix: Any = ()
+    ) -> Array:
         index, schema = self._engine.index, self.schema.added
         lengths = rectangular(trajectories) if lengths is None else lengths
         steps = listed(schema, trajectories) if lengths is None else stacked(schema, trajectories, lengths)
@@ -744,7 +777,8 @@ class Table:
         if not count:
             return np.empty(0, dtype=np.int64)
         given = given if given is not None and (given >= 0).any() else None
-        return self._engine.store_steps(steps, priorities, given, index=index)
+        prefixes = self._prefixes(steps, *prefix) if prefix else None
+        return self._engine.store_steps(steps, priorities, given, index=index, prefixes=prefixes)
 
     @property
     def seconds_waited(self) -> float:

@@ -285,8 +285,8 @@ def test_a_full_table_turns_over_while_the_disk_stands_still(
         assert go.wait(PATIENCE)
         genuine(*args)
 
-    with make(on_full="evict_oldest", timeout=0.5, disk=disk(tmp_path), ragged=ragged) as table:
-        table._engine.region.lock.timeout = 1.0
+    with make(on_full="evict_oldest", timeout=5.0, disk=disk(tmp_path), ragged=ragged) as table:
+        table._engine.region.lock.timeout = 5.0
         for number in range(20):
             table.add(rows(number, 20, ragged=ragged))
         monkeypatch.setattr(files_module, "_write_piece", write_piece)
