@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -23,6 +24,7 @@ from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.ragged_values import read_ragged
 from gear_loader.collection.windows import ROW_KEYS, only_host_gathers
 from gear_loader.kernels.devices import multiprocessors
+from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
@@ -71,14 +73,18 @@ class TableSource:
         Raises:
             LostRowsError: trajectories cannot be read from disk. CorruptTableError: the index is corrupt.
         """
-        if self.only.schema.mutable:
-            reader = self.only._engine.reader()
-            reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
-        else:
-            mover.fill(buffers, self.only, rows)
-        if mover.layout.ragged:
-            shown = buffers.rows(len(rows))
-            buffers.ragged = read_ragged(self.only, mover.layout.ragged, shown, pinned=mover.pinned)
+        while True:
+            if self.only.schema.mutable:
+                reader = self.only._engine.reader()
+                reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
+            else:
+                mover.fill(buffers, self.only, rows)
+            if not mover.layout.ragged:
+                return
+            with contextlib.suppress(MovedRowsError):  # else what was on disk has been written anew meanwhile
+                shown = buffers.rows(len(rows))
+                buffers.ragged = read_ragged(self.only, mover.layout.ragged, shown, pinned=mover.pinned)
+                return
 
 
 class _Staged(RowMover):

@@ -195,8 +195,6 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
-        if tier is not None:
-            check_fixed(layout.schema, "a table whose disk has a size takes")
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
