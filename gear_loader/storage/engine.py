@@ -309,7 +309,7 @@ class Engine:
     @functools.cached_property
     def payload(self) -> PayloadReader:
         """What reads ragged values."""
-        return PayloadReader(self.region, self.reader().check_gathered)
+        return PayloadReader(self.region, self.index.arrays, self.reader().check_gathered)
 
     def rows(self, index: int, *, final: bool = False) -> dict[str, Any] | None:
         """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.native.ragged_copies import measure_values, read_values, write_values
+from gear_loader.storage.decoding import decoded
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -53,22 +54,27 @@ class PayloadReader:
     """Reads ragged values of a table by their records, under a read ticket.
 
     Args:
-        region: of the table. check: raises CorruptTableError if so many records are invalid.
+        region, index: of the table. check: raises CorruptTableError if so many records are invalid.
     """
 
-    def __init__(self, region: Region, check: Callable[[int], None]) -> None:
+    def __init__(self, region: Region, index: IndexArrays, check: Callable[[int], None]) -> None:
         heap = region.payload()
-        self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
+        self._region, self._index, self._check = region, index, check
+        self._bytes, self._base, self._end = heap.view(np.uint8), heap.ctypes.data, heap.nbytes
 
     def read(self, values: Values, records: Array, shape: tuple[int, ...], *, pinned: bool = False) -> Any:
-        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, or lists of text.
+        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or
+        what `decoding.decoded` makes of encoded ones.
 
         Args:
             pinned: into pinned memory, except text.
 
         Raises:
-            CorruptTableError: a record names no memory of the table.
+            CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
         """
+        if values.coded is not None:
+            blobs = self._blobs(records)
+            return decoded(values.coded, blobs, shape, name=lambda i: self._name(records[i]), pinned=pinned)
         pinned = pinned and values.kind == "array"
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -85,6 +91,41 @@ class PayloadReader:
                 self._check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
+
+    def _blobs(self, records: Array) -> list[memoryview | None]:
+        """The bytes of each value, where they lie; None of empty ones. The same object for the same record."""
+        records = np.ascontiguousarray(records)
+        self._check(
+            int(measure_values(records, 1, FIRST, self._end, np.empty(len(records) + 1, dtype=np.int64)))
+        )
+        found: dict[tuple[int, int], memoryview | None] = {(0, 0): None}
+        keys = [(place, rows) if rows else (0, 0) for place, rows in records.tolist()]
+        for key in keys:
+            if key not in found:
+                place, rows = key
+                piece = self._bytes[place : place + rows]
+                if rows < 0:
+                    piece = np.empty(-rows, dtype=np.uint8)
+                    record: Array = np.array([key], dtype=np.int64)
+                    self._check(int(read_values(self._base, self._end, record, 1, piece.ctypes.data)))
+                found[key] = memoryview(piece)  # type: ignore[arg-type]  # numpy's types lack the buffer protocol
+        return [found[key] for key in keys]
+
+    def _name(self, record: Array) -> str:
+        """Which value has a record, for errors: a search through the table."""
+        schema, index = self._region.layout.schema, self._index
+        for slot in np.flatnonzero(index.state == READY).tolist():
+            length, blocks = int(index.extent[slot, 0]), index.row(slot)
+            for name in schema.ragged:
+                records = (
+                    np.ascontiguousarray(self._region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
+                )
+                records = records[: 1 if schema[name].trajectory else length]
+                step = np.flatnonzero((records == record).all(axis=1))
+                if len(step):
+                    what = f"Column {name!r} of trajectory {slot}"
+                    return what if schema[name].trajectory else f"{what}, step {step[0]},"
+        return "A value of a trajectory that has left"
 
 
 def check_payload(region: Region, index: IndexArrays) -> None:
