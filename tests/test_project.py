@@ -66,6 +66,7 @@ IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 # Needed by some users only, slow to import, or with effects of their own: never loaded by `import gear_loader`.
 LOADED_ON_DEMAND = (
     "PIL",
+    "av",
     "gymnasium",
     "h5py",
     "lightning",

@@ -34,7 +34,11 @@ class Codec:
     ``"webp"`` uint8 [h, w, 3 or 4]           equal; lossy with a quality  Pillow
     ``"zstd"`` any dtype and shape            equal, bit for bit           zstandard
     ``"lz4"``  any dtype and shape            equal, bit for bit           lz4
+    ``"video"`` uint8 [h, w, 3], h, w even    close to those added (lossy) av (PyAV)
     ========== ============================== ============================ ===================
+
+    ``"video"`` is H.264 over the steps of a trajectory, without references to later frames: a frame is decoded from the
+    last key frame on, frames of one group that a batch delivers in one pass.
 
     Args:
         name: of the table above.
@@ -42,6 +46,9 @@ class Codec:
             jpeg have half the resolution (4:2:0).
         level: effort of ``"png"`` (0 to 9, by default 1), ``"zstd"`` (-7 to 22, by default 3) and ``"lz4"`` (0 to 16,
             by default 0).
+        crf: of ``"video"``: the constant rate factor, 0 to 51; smaller is better and larger; by default 23.
+        key_frames: of ``"video"``: a frame of that many, 1 to 65,535, stands for itself; by default one in 10. To
+            decode a frame takes half as many others on average.
         verify: whether values that are given encoded are decoded when they are added. Otherwise their header is read,
             and the format and the decoded size in it must be the column's.
         max_bytes: most bytes of a decoded value, an int or a text, where the column's shape has None.
@@ -50,16 +57,20 @@ class Codec:
         SchemaError: an unknown name, or an option that the codec does not have, or out of its range.
     """
 
-    name: Literal["jpeg", "png", "webp", "zstd", "lz4"]
+    name: Literal["jpeg", "png", "webp", "zstd", "lz4", "video"]
     quality: int | None = dataclasses.field(default=None, kw_only=True)
     level: int | None = dataclasses.field(default=None, kw_only=True)
+    crf: int | None = dataclasses.field(default=None, kw_only=True)
+    key_frames: int | None = dataclasses.field(default=None, kw_only=True)
     verify: bool = dataclasses.field(default=False, kw_only=True)
     max_bytes: int | str = dataclasses.field(default=1 << 28, kw_only=True)
 
     def __post_init__(self) -> None:
-        one_of("Codec name", self.name, (*CHANNELS, "zstd", "lz4"))
+        one_of("Codec name", self.name, (*CHANNELS, "zstd", "lz4", "video"))
         self._check("quality", (1, 100) if self.name in _QUALITY else None)
         self._check("level", _LEVELS.get(self.name))
+        self._check("crf", (0, 51) if self.name == "video" else None)
+        self._check("key_frames", (1, 65_535) if self.name == "video" else None)
         flag("Codec verify", self.verify)
         object.__setattr__(self, "max_bytes", byte_count("Codec max_bytes", self.max_bytes))
 
@@ -117,6 +128,13 @@ class Coded:
     shape: tuple[int | None, ...]
 
     def __post_init__(self) -> None:
+        if self.codec.name == "video":
+            fits = self.dtype_name == "uint8" and len(self.shape) == 3 and self.shape[2] == 3 and self.fixed
+            if not fits or any(extent % 2 for extent in self.row_shape[:2]):
+                raise SchemaError(
+                    f"A column of {self!r} was asked for; expected uint8 of shape (h, w, 3), with even h and w."
+                )
+            return
         channels = CHANNELS.get(self.codec.name)
         varying = [place for place, extent in enumerate(self.shape) if extent is None]
         if channels is None:

@@ -18,9 +18,11 @@ import numpy as np
 
 from gear_loader.storage.codecs import Coded
 from gear_loader.storage.ragged import Values
+from gear_loader.storage.video import Video
 from gear_loader.utils.arrays import Array
 
 _PACKAGES = {
+    "video": "av",
     "jpeg": "simplejpeg",
     "png": "PIL.Image",
     "webp": "PIL.Image",
@@ -45,30 +47,40 @@ class Coder(Protocol):
 
 @functools.cache
 def coder_of(coded: Coded) -> Coder:
-    """The coder of a column's values.
+    """The coder of a column's values, which is no video.
 
     Raises:
         ImportError: the package of the codec is not installed; the message names what to install.
     """
-    name = coded.codec.name
-    try:
-        package = importlib.import_module(_PACKAGES[name])
-    except ImportError as error:
-        raise ImportError(
-            f"codec={name!r} needs the package {_PACKAGES[name].partition('.')[0]!r}, which cannot be imported "
-            f"({error}). Install it: pip install '.[codecs]' (in a clone of Gear Loader)",
-            name=_PACKAGES[name],
-        ) from error
+    name, package = coded.codec.name, _package(coded)
     kinds: dict[str, Any] = {"jpeg": _Jpeg, "zstd": _Zstd, "lz4": _Lz4}
     made: Coder = kinds.get(name, _Pillow)(package, coded)
     return made
+
+
+@functools.cache
+def video_of(coded: Coded) -> Video:
+    """The coder of a column of video; ImportError as `coder_of`."""
+    return Video(_package(coded), coded)
+
+
+def _package(coded: Coded) -> Any:
+    name, extra = coded.codec.name, "video" if coded.codec.name == "video" else "codecs"
+    try:
+        return importlib.import_module(_PACKAGES[name])
+    except ImportError as error:
+        raise ImportError(
+            f"codec={name!r} needs the package {_PACKAGES[name].partition('.')[0]!r}, which cannot be imported "
+            f"({error}). Install it: pip install '.[{extra}]' (in a clone of Gear Loader)",
+            name=_PACKAGES[name],
+        ) from error
 
 
 def check_packages(columns: Iterable[Values]) -> None:
     """Raise ImportError, as `coder_of`, if ragged columns have a codec whose package is not installed."""
     for values in columns:
         if values.coded is not None:
-            coder_of(values.coded)
+            _package(values.coded)
 
 
 class _Jpeg:

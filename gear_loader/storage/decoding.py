@@ -7,15 +7,15 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gear_loader.errors import CodecError, SchemaError
 from gear_loader.storage.codecs import CHANNELS, Coded
-from gear_loader.storage.coders import Coder, coder_of
+from gear_loader.storage.coders import Coder, coder_of, video_of
 from gear_loader.storage.dtypes import NUMPY_DTYPES
 from gear_loader.storage.ragged import Ragged, arranged
 from gear_loader.utils.arrays import Array, shown, unreadable
@@ -80,7 +80,8 @@ def encoded(coded: Coded, given: Any, what: str, once: bool) -> list[bytes]:
     Raises:
         SchemaError: a value does not fit. ImportError: the codec's package is not installed.
     """
-    coder, dtype = coder_of(coded), NUMPY_DTYPES.get(coded.dtype_name)
+    dtype, video = NUMPY_DTYPES.get(coded.dtype_name), coded.codec.name == "video"
+    coder: Any = (video_of if video else coder_of)(coded)
     if isinstance(given, Ragged):
         given = given.tolist()
     if not once and (isinstance(given, np.ndarray) or (is_tensor(given) and unreadable(given) is None)):
@@ -92,6 +93,16 @@ def encoded(coded: Coded, given: Any, what: str, once: bool) -> list[bytes]:
         )
     values = [given] if once else given
     found = [b""] * len(values)
+    if video:
+        most = coded.codec.key_frames or 10
+        groups = [range(first, min(first + most, len(values))) for first in range(0, len(values), most)]
+
+        def encode(group: int) -> None:
+            frames = [_array(coded, dtype, values[i], f"{what}, step {i},") for i in groups[group]]
+            found[groups[group].start : groups[group].stop] = coder.encode(frames)
+
+        for_each(len(groups), encode)
+        return found
 
     def work(i: int) -> None:
         value, name = values[i], what if once else f"{what}, step {i},"
@@ -120,7 +131,7 @@ def _array(coded: Coded, dtype: Any, value: Any, what: str) -> Array:
     if wrong is not None:
         raise SchemaError(
             f"{what} is {wrong}; expected an array or a tensor of torch.{coded.dtype_name} and shape "
-            f"{list(coded.shape)}, or {coded.codec.name} as bytes."
+            f"{list(coded.shape)}{'' if coded.codec.name == 'video' else f', or {coded.codec.name} as bytes'}."
         )
     if tensor:
         tensor = value.detach().resolve_neg().cpu().contiguous()
@@ -175,10 +186,7 @@ def decoded(
         try:
             return work(blob)
         except Exception as error:
-            raise CodecError(
-                f"{name(i)} is damaged, and cannot be decoded as {coded.codec.name}: {error}. Remove its trajectory; "
-                "Codec(verify=True) decodes what is added encoded."
-            ) from error
+            raise damaged(coded, name(i), error) from error
 
     def measure(blob: memoryview) -> tuple[int, ...]:
         found = coder.shape(blob)
@@ -208,6 +216,55 @@ def decoded(
     for i, other in enumerate(first):
         if i != other:
             outs[i][...] = outs[other]
+    return result
+
+
+def damaged(coded: Coded, name: str, error: Exception) -> CodecError:
+    """The error of a value that cannot be decoded."""
+    return CodecError(
+        f"{name} is damaged, and cannot be decoded as {coded.codec.name}: {error}. Remove its trajectory; "
+        "Codec(verify=True) decodes what is added encoded."
+    )
+
+
+class Group(NamedTuple):
+    """Frames of a video that are decoded in one pass.
+
+    Attributes:
+        blobs: the values from the key frame on. places: number of a frame -> its places in the result.
+    """
+
+    blobs: Sequence[memoryview]
+    places: Mapping[int, Sequence[int]]
+
+
+def decoded_frames(
+    coded: Coded,
+    groups: Sequence[Group],
+    missing: Sequence[int],
+    count: int,
+    shape: tuple[int, ...],
+    *,
+    name: Callable[[int], str],
+    pinned: bool = False,
+) -> Any:
+    """As `decoded`, of `count` frames of videos, of which those at the places `missing` are zeros."""
+    video = video_of(coded)
+    result, outs = _room(coded, count, None, shape, pinned)
+    outs[list(missing)] = 0
+
+    def work(number: int) -> None:
+        blobs, places = groups[number]
+        first = [outs[places[i][0]] if i in places else None for i in range(len(blobs))]
+        try:
+            video.decode(blobs, first)
+        except Exception as error:
+            raise damaged(coded, name(places[min(places)][0]), error) from error
+        for same in places.values():
+            for place in same[1:]:
+                outs[place] = outs[same[0]]
+
+    for_each(len(groups), work)
     return result
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from gear_loader.native.ragged_copies import measure_values, read_values, write_values
-from gear_loader.storage.decoding import decoded
+from gear_loader.storage.coders import video_of
+from gear_loader.storage.decoding import Group, damaged, decoded, decoded_frames
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -62,16 +63,26 @@ class PayloadReader:
         self._region, self._index, self._check = region, index, check
         self._bytes, self._base, self._end = heap.view(np.uint8), heap.ctypes.data, heap.nbytes
 
-    def read(self, values: Values, records: Array, shape: tuple[int, ...], *, pinned: bool = False) -> Any:
+    def read(
+        self,
+        values: Values,
+        records: Array,
+        shape: tuple[int, ...],
+        *,
+        slots: Array,
+        pinned: bool = False,
+    ) -> Any:
         """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or
         what `decoding.decoded` makes of encoded ones.
 
         Args:
-            pinned: into pinned memory, except text.
+            slots: int64 [n], of their trajectories. pinned: into pinned memory, except text.
 
         Raises:
             CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
         """
+        if values.coded is not None and values.coded.codec.name == "video":
+            return self._frames(values, np.ascontiguousarray(records), slots, shape, pinned)
         if values.coded is not None:
             blobs = self._blobs(records)
             return decoded(values.coded, blobs, shape, name=lambda i: self._name(records[i]), pinned=pinned)
@@ -111,21 +122,64 @@ class PayloadReader:
                 found[key] = memoryview(piece)  # type: ignore[arg-type]  # numpy's types lack the buffer protocol
         return [found[key] for key in keys]
 
+    def _frames(
+        self, values: Values, records: Array, slots: Array, shape: tuple[int, ...], pinned: bool
+    ) -> Any:
+        """Decode frames of videos: those of one group in one pass, from its key frame on."""
+        coded, blobs = values.coded, self._blobs(records)
+        assert coded is not None
+        column = next(name for name, each in self._region.layout.schema.ragged.items() if each is values)
+        there = np.flatnonzero(records[:, 1])
+        groups: dict[tuple[int, int], tuple[Array, dict[int, list[int]]]] = {}
+        for slot in np.unique(slots[there]).tolist():
+            places, own = there[slots[there] == slot], records_of(self._region, self._index, slot, column)
+            for place, step in zip(places.tolist(), matched(own, records[places]).tolist(), strict=True):
+                blob = blobs[place]
+                try:
+                    assert blob is not None
+                    number = video_of(coded).distance(blob)
+                    if number > step:
+                        raise ValueError("its key frame is not there")
+                except Exception as error:
+                    raise damaged(coded, self._name(records[place]), error) from error
+                wanted = groups.setdefault((slot, step - number), (own, {}))[1]
+                wanted.setdefault(number, []).append(place)
+        made = [
+            Group(
+                [blob for blob in self._blobs(own[key : key + max(wanted) + 1]) if blob is not None], wanted
+            )
+            for (_, key), (own, wanted) in groups.items()
+        ]
+        missing = np.flatnonzero(records[:, 1] == 0).tolist()
+        name = lambda i: self._name(records[i])  # noqa: E731
+        return decoded_frames(coded, made, missing, len(records), shape, name=name, pinned=pinned)
+
     def _name(self, record: Array) -> str:
         """Which value has a record, for errors: a search through the table."""
         schema, index = self._region.layout.schema, self._index
         for slot in np.flatnonzero(index.state == READY).tolist():
-            length, blocks = int(index.extent[slot, 0]), index.row(slot)
             for name in schema.ragged:
-                records = (
-                    np.ascontiguousarray(self._region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
-                )
-                records = records[: 1 if schema[name].trajectory else length]
-                step = np.flatnonzero((records == record).all(axis=1))
-                if len(step):
+                step = matched(records_of(self._region, index, slot, name), record[None])[0]
+                if step >= 0:
                     what = f"Column {name!r} of trajectory {slot}"
-                    return what if schema[name].trajectory else f"{what}, step {step[0]},"
+                    return what if schema[name].trajectory else f"{what}, step {step},"
         return "A value of a trajectory that has left"
+
+
+def records_of(region: Region, index: IndexArrays, slot: int, name: str) -> Array:
+    """The records of a trajectory's values in a column, int64 [T, 2], or [1, 2] of a column per trajectory."""
+    records = np.ascontiguousarray(region.column(name)[index.row(slot)]).reshape(-1, 16).view(np.int64)
+    count = 1 if region.layout.schema[name].trajectory else int(index.extent[slot, 0])
+    found: Array = records[:count]
+    return found
+
+
+def matched(records: Array, wanted: Array) -> Array:
+    """The place of each record, int64 [n, 2], among others, int64 [T, 2]; -1 if it is not there."""
+    order = np.argsort(records[:, 0], kind="stable")
+    near = np.searchsorted(records[order, 0], wanted[:, 0])
+    found = order[np.minimum(near, len(order) - 1)]
+    return np.where((records[found] == wanted).all(axis=1), found, -1)
 
 
 def check_payload(region: Region, index: IndexArrays) -> None:
@@ -154,10 +208,8 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
     assert heap[CURSOR] in (*extents[:, 0].tolist(), at), "the cursor is no beginning of an extent"
     schema = region.layout.schema
     for slot in np.flatnonzero(index.state == READY).tolist():
-        length, blocks = int(index.extent[slot, 0]), index.row(slot)
         for name, values in schema.ragged.items():
-            records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
-            records = records[: 1 if schema[name].trajectory else length]
+            records = records_of(region, index, slot, name)
             each = (_parts_of(heap, place, rows, values.row_bytes) for place, rows in records.tolist())
             parts = list(itertools.chain.from_iterable(each))
             begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T

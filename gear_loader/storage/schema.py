@@ -69,11 +69,11 @@ class Column:
         mutable: whether `Table.set` may overwrite the values of steps: recurrent states, latents, targets that are
             computed anew. The host gathers for datasets that read such a column, for a GPU too. `Shards` over NIXL
             refuse it.
-        codec: a `Codec` or its name, ``"jpeg"``, ``"png"``, ``"webp"``, ``"zstd"`` or ``"lz4"``: values are stored
-            encoded, in the memory of ragged ones, and batches have them decoded. `Table.add` takes arrays ``[T,
-            *shape]``, or a list with an array or encoded bytes for each step. Of a fixed shape batches have tensors as
-            without a codec; where the first extent of ``"zstd"`` and ``"lz4"`` is None, a `Ragged`; where height or
-            width of images are None, lists of tensors.
+        codec: a `Codec` or its name, ``"jpeg"``, ``"png"``, ``"webp"``, ``"zstd"``, ``"lz4"`` or ``"video"``: values
+            are stored encoded, in the memory of ragged ones, and batches have them decoded. `Table.add` takes arrays
+            ``[T, *shape]``, or a list with an array or encoded bytes for each step. Of a fixed shape batches have
+            tensors as without a codec; where the first extent of ``"zstd"`` and ``"lz4"`` is None, a `Ragged`; where
+            height or width of images are None, lists of tensors.
 
     Raises:
         SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast, late or mutable
@@ -167,6 +167,10 @@ class Column:
                 "step, for example (11,) or () for a scalar; the first may be None, of values of any length."
             )
         if self.codec is not None:
+            if self.codec.name == "video" and self.trajectory:
+                raise SchemaError(
+                    "A column has codec='video' and per='trajectory'; expected frames of steps."
+                )
             found = tuple(None if place in varies else extent for place, extent in enumerate(extents))
             self._make_ragged(Values("uint8", (), "coded", Coded(self.codec, name, found)))
             return

@@ -356,7 +356,10 @@ def test_batches_are_right_while_others_evict() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gear.Codec("gif"), "Codec name is 'gif'; expected 'jpeg', 'png', 'webp', 'zstd' or 'lz4'"),  # type: ignore[arg-type]
+        (
+            lambda: gear.Codec("gif"),
+            "Codec name is 'gif'; expected 'jpeg', 'png', 'webp', 'zstd', 'lz4' or 'video'",
+        ),  # type: ignore[arg-type]
         (lambda: gear.Codec("png", quality=90), "Codec 'png' was given quality=90; it has no quality"),
         (lambda: gear.Codec("jpeg", quality=0), "Codec quality is 0; expected 1 to 100 for 'jpeg'"),
         (
