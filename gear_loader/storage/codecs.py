@@ -49,6 +49,7 @@ class Codec:
         crf: of ``"video"``: the constant rate factor, 0 to 51; smaller is better and larger; by default 23.
         key_frames: of ``"video"``: a frame of that many, 1 to 65,535, stands for itself; by default one in 10. To
             decode a frame takes half as many others on average.
+        cache: of ``"video"``: bytes of decoded frames that each process keeps, an int or a text; by default none.
         verify: whether values that are given encoded are decoded when they are added. Otherwise their header is read,
             and the format and the decoded size in it must be the column's.
         max_bytes: most bytes of a decoded value, an int or a text, where the column's shape has None.
@@ -62,6 +63,7 @@ class Codec:
     level: int | None = dataclasses.field(default=None, kw_only=True)
     crf: int | None = dataclasses.field(default=None, kw_only=True)
     key_frames: int | None = dataclasses.field(default=None, kw_only=True)
+    cache: int | str | None = dataclasses.field(default=None, kw_only=True)
     verify: bool = dataclasses.field(default=False, kw_only=True)
     max_bytes: int | str = dataclasses.field(default=1 << 28, kw_only=True)
 
@@ -71,6 +73,10 @@ class Codec:
         self._check("level", _LEVELS.get(self.name))
         self._check("crf", (0, 51) if self.name == "video" else None)
         self._check("key_frames", (1, 65_535) if self.name == "video" else None)
+        if self.cache is not None:
+            size = byte_count("Codec cache", self.cache)
+            object.__setattr__(self, "cache", size)
+            self._check("cache", (1, size) if self.name == "video" else None)
         flag("Codec verify", self.verify)
         object.__setattr__(self, "max_bytes", byte_count("Codec max_bytes", self.max_bytes))
 

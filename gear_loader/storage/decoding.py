@@ -70,12 +70,13 @@ def for_each(count: int, work: Callable[[int], None]) -> None:
 # ---------------------------------------------------------------- adding
 
 
-def encoded(coded: Coded, given: Any, what: str, once: bool) -> list[bytes]:
-    """Encode the values of a trajectory; check those that are encoded already.
+def encoded(coded: Coded, given: Any, what: str, *, once: bool, whole: bool) -> list[bytes]:
+    """Encode values; check those that are encoded already.
 
     Args:
         given: a list of arrays, tensors or bytes, or an array or a tensor of all; with `once` the one value. what: its
-            name in errors.
+            name in errors. whole: whether they are the steps of one trajectory; else each frame of a video is a key
+            frame.
 
     Raises:
         SchemaError: a value does not fit. ImportError: the codec's package is not installed.
@@ -94,7 +95,7 @@ def encoded(coded: Coded, given: Any, what: str, once: bool) -> list[bytes]:
     values = [given] if once else given
     found = [b""] * len(values)
     if video:
-        most = coded.codec.key_frames or 10
+        most = (coded.codec.key_frames or 10) if whole else 1
         groups = [range(first, min(first + most, len(values))) for first in range(0, len(values), most)]
 
         def encode(group: int) -> None:
@@ -241,17 +242,18 @@ class Group(NamedTuple):
 def decoded_frames(
     coded: Coded,
     groups: Sequence[Group],
-    missing: Sequence[int],
+    known: Mapping[int, Any],
     count: int,
     shape: tuple[int, ...],
     *,
     name: Callable[[int], str],
     pinned: bool = False,
-) -> Any:
-    """As `decoded`, of `count` frames of videos, of which those at the places `missing` are zeros."""
+) -> tuple[torch.Tensor, Array]:
+    """As `decoded`, of `count` frames of videos, of which some are known by their place; also as an array of frames."""
     video = video_of(coded)
     result, outs = _room(coded, count, None, shape, pinned)
-    outs[list(missing)] = 0
+    for place, frame in known.items():
+        outs[place] = frame
 
     def work(number: int) -> None:
         blobs, places = groups[number]
@@ -265,7 +267,7 @@ def decoded_frames(
                 outs[place] = outs[same[0]]
 
     for_each(len(groups), work)
-    return result
+    return result, outs
 
 
 def _room(

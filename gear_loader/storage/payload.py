@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from gear_loader.storage.ragged import Ragged, Values, texts
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
+from gear_loader.storage.video import FrameCache
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.lazy_torch import torch
 
@@ -61,6 +62,7 @@ class PayloadReader:
     def __init__(self, region: Region, index: IndexArrays, check: Callable[[int], None]) -> None:
         heap = region.payload()
         self._region, self._index, self._check = region, index, check
+        self._caches: dict[str, FrameCache] = {}
         self._bytes, self._base, self._end = heap.view(np.uint8), heap.ctypes.data, heap.nbytes
 
     def read(
@@ -125,16 +127,23 @@ class PayloadReader:
     def _frames(
         self, values: Values, records: Array, slots: Array, shape: tuple[int, ...], pinned: bool
     ) -> Any:
-        """Decode frames of videos: those of one group in one pass, from its key frame on."""
-        coded, blobs = values.coded, self._blobs(records)
+        """Frames of videos: those of one group are decoded in one pass, from its key frame on, unless they are kept."""
+        coded, blobs, generations = values.coded, self._blobs(records), self._index.generation
         assert coded is not None
         column = next(name for name, each in self._region.layout.schema.ragged.items() if each is values)
+        most = int(coded.codec.cache or 0)
+        cache = self._caches.setdefault(column, FrameCache(most)) if most else None
         there = np.flatnonzero(records[:, 1])
+        known: dict[int, Any] = dict.fromkeys(np.flatnonzero(records[:, 1] == 0).tolist(), 0)
         groups: dict[tuple[int, int], tuple[Array, dict[int, list[int]]]] = {}
+        fresh: dict[Hashable, int] = {}
         for slot in np.unique(slots[there]).tolist():
             places, own = there[slots[there] == slot], records_of(self._region, self._index, slot, column)
             for place, step in zip(places.tolist(), matched(own, records[places]).tolist(), strict=True):
-                blob = blobs[place]
+                key, blob = (slot, int(generations[slot]), step), blobs[place]
+                if cache is not None and (frame := cache.get(key)) is not None:
+                    known[place] = frame
+                    continue
                 try:
                     assert blob is not None
                     number = video_of(coded).distance(blob)
@@ -144,15 +153,19 @@ class PayloadReader:
                     raise damaged(coded, self._name(records[place]), error) from error
                 wanted = groups.setdefault((slot, step - number), (own, {}))[1]
                 wanted.setdefault(number, []).append(place)
+                fresh[key] = place
         made = [
             Group(
                 [blob for blob in self._blobs(own[key : key + max(wanted) + 1]) if blob is not None], wanted
             )
             for (_, key), (own, wanted) in groups.items()
         ]
-        missing = np.flatnonzero(records[:, 1] == 0).tolist()
         name = lambda i: self._name(records[i])  # noqa: E731
-        return decoded_frames(coded, made, missing, len(records), shape, name=name, pinned=pinned)
+        result, frames = decoded_frames(coded, made, known, len(records), shape, name=name, pinned=pinned)
+        if cache is not None:
+            for each, place in fresh.items():
+                cache.put(each, frames[place])
+        return result
 
     def _name(self, record: Array) -> str:
         """Which value has a record, for errors: a search through the table."""

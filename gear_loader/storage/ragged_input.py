@@ -69,7 +69,7 @@ class _Parts:
         """Take the values of one trajectory; return their records, zeros yet."""
         values, once = column.ragged, column.trajectory
         assert values is not None
-        rows, addresses, hold = _located(values, [given] if once else given, what, once)
+        rows, addresses, hold = _located(values, [given] if once else given, what, once, whole=True)
         first, self._count = self._count, self._count + len(rows)
         self._runs.append((number, first, self._count))
         self._parts.append((rows * values.row_bytes, rows, addresses))
@@ -87,10 +87,16 @@ class _Parts:
         return Payload(runs, sizes, rows, addresses, self._records, self._holds)
 
 
-def _located(values: Values, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
-    """Rows and addresses of the values of a column of a trajectory, int64 [T] each, and what holds this memory."""
+def _located(
+    values: Values, given: Any, what: str, once: bool, *, whole: bool = False
+) -> tuple[Array, Array, object]:
+    """Rows and addresses of the values of a column, int64 [T] each, and what holds this memory.
+
+    Args:
+        once: whether it has one value per trajectory. whole: whether the values are all steps of one trajectory.
+    """
     if values.coded is not None:
-        return _joined(encoded(values.coded, given[0] if once else given, what, once))
+        return _joined(encoded(values.coded, given[0] if once else given, what, once=once, whole=whole))
     if values.kind != "array":
         return _located_text(values.kind, given, what, once)
     if is_tensor(given) and given.is_nested and given.layout is torch.jagged:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import fractions
 import struct
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from gear_loader.storage.codecs import Coded
@@ -88,3 +90,31 @@ class Video:
             if out is not None:
                 out[:] = frame.to_ndarray(format="rgb24")
             frames[number] = None
+
+
+class FrameCache:
+    """Decoded frames of this process, at most `most` bytes; those that were used last stay. Threads may share it."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._bytes, self._lock = most, 0, threading.Lock()
+        self._frames: OrderedDict[Hashable, Array] = OrderedDict()
+
+    def get(self, key: Hashable) -> Array | None:
+        """A frame, for reading."""
+        with self._lock:
+            found = self._frames.get(key)
+            if found is not None:
+                self._frames.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, frame: Array) -> None:
+        """Keep a copy of a frame."""
+        if frame.nbytes > self._most:
+            return
+        frame = frame.copy()
+        with self._lock:
+            old = self._frames.pop(key, None)
+            self._frames[key] = frame
+            self._bytes += frame.nbytes - (0 if old is None else old.nbytes)
+            while self._bytes > self._most:
+                self._bytes -= self._frames.popitem(last=False)[1].nbytes

@@ -90,6 +90,37 @@ def test_a_group_is_decoded_once_for_all_windows_of_a_batch(monkeypatch: pytest.
     assert sorted(lengths) == [3, 4]  # steps 0 to 3 of the first group, 16 to 18 of the third
 
 
+def test_frames_are_kept_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were used last, also when another trajectory has taken the slot."""
+    decoded, decode = list[int](), Video.decode
+
+    def counted(self: Video, blobs: Any, outs: Any) -> None:
+        decoded.append(sum(out is not None for out in outs))
+        decode(self, blobs, outs)
+
+    monkeypatch.setattr(Video, "decode", counted)
+    size = H * W * 3
+    columns = {
+        **COLUMNS,
+        "video": gear.Column(torch.uint8, (H, W, 3), codec=gear.Codec("video", cache=5 * size)),
+    }
+    sizes: dict[str, Any] = {
+        "max_steps": 40,
+        "max_trajectories": 1,
+        "block_steps": 4,
+        "on_full": "evict_oldest",
+    }
+    with gear.Table.create(columns, memory=gear.Memory(payload="1MiB"), **sizes) as table:
+        for seed in (1, 2):
+            frames = clip(30, seed * 40)
+            slot = table.add({"video": frames, "number": np.arange(30)})
+            for anchor, expected in ((0, [3]), (1, [1]), (0, []), (20, [3]), (1, [1]), (2, [1]), (2, [])):
+                decoded.clear()
+                found = table.gather([slot], [anchor], windows={"video": gear.Window(3)})["video"][0]
+                assert close(found, frames[anchor : anchor + 3])
+                assert decoded == expected, (seed, anchor)
+
+
 def test_what_is_refused() -> None:
     for shape in ((H, W + 1, 3), (H, W, 1), (None, W, 3)):
         with pytest.raises(SchemaError, match=r"expected uint8 of shape \(h, w, 3\), with even h and w"):
