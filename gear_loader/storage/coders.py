@@ -29,6 +29,7 @@ _PACKAGES = {
     "zstd": "zstandard",
     "lz4": "lz4.frame",
 }
+_INSTALL = "Install it: pip install '.[{}]' (in a clone of Gear Loader)"
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
@@ -71,7 +72,7 @@ def _package(coded: Coded) -> Any:
     except ImportError as error:
         raise ImportError(
             f"codec={name!r} needs the package {_PACKAGES[name].partition('.')[0]!r}, which cannot be imported "
-            f"({error}). Install it: pip install '.[{extra}]' (in a clone of Gear Loader)",
+            f"({error}). {_INSTALL.format(extra)}",
             name=_PACKAGES[name],
         ) from error
 
