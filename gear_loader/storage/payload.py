@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from gear_loader.native.ragged_copies import measure_values, read_values, write_values
-from gear_loader.storage.coders import video_of
-from gear_loader.storage.decoding import Group, damaged, decoded, decoded_frames
+from gear_loader.storage.coded_values import CodedReader
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -27,7 +26,6 @@ from gear_loader.storage.ragged import Ragged, Values, texts
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
-from gear_loader.storage.video import FrameCache
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.lazy_torch import torch
 
@@ -61,21 +59,14 @@ class PayloadReader:
 
     def __init__(self, region: Region, index: IndexArrays, check: Callable[[int], None]) -> None:
         heap = region.payload()
-        self._region, self._index, self._check = region, index, check
-        self._caches: dict[str, FrameCache] = {}
-        self._bytes, self._base, self._end = heap.view(np.uint8), heap.ctypes.data, heap.nbytes
+        self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
+        self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
 
     def read(
-        self,
-        values: Values,
-        records: Array,
-        shape: tuple[int, ...],
-        *,
-        slots: Array,
-        pinned: bool = False,
+        self, values: Values, records: Array, shape: tuple[int, ...], *, slots: Array, pinned: bool = False
     ) -> Any:
-        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or
-        what `decoding.decoded` makes of encoded ones.
+        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or what
+        `decoding.decoded` makes of encoded ones.
 
         Args:
             slots: int64 [n], of their trajectories. pinned: into pinned memory, except text.
@@ -83,20 +74,17 @@ class PayloadReader:
         Raises:
             CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
         """
-        if values.coded is not None and values.coded.codec.name == "video":
-            return self._frames(values, np.ascontiguousarray(records), slots, shape, pinned)
-        if values.coded is not None:
-            blobs = self._blobs(records)
-            return decoded(values.coded, blobs, shape, name=lambda i: self._name(records[i]), pinned=pinned)
-        pinned = pinned and values.kind == "array"
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
+        if values.coded is not None:
+            return self._coded.read(values, records, shape, slots, pinned=pinned)
+        pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places = offsets.numpy()
         self._check(int(measure_values(records, row_bytes, FIRST, self._end, places)))
         memory = torch.empty(
             (int(places[-1]), *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned
         )
-        self._check(int(read_values(self._base, self._end, records, row_bytes, memory.data_ptr())))
+        self._check(self.copy(records, row_bytes, 0, int(places[-1]) * row_bytes, memory.data_ptr()))
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
@@ -105,94 +93,25 @@ class PayloadReader:
                 raise
         return Ragged._of(memory, offsets, shape)
 
-    def _blobs(self, records: Array) -> list[memoryview | None]:
-        """The bytes of each value, where they lie; None of empty ones. The same object for the same record."""
-        records = np.ascontiguousarray(records)
-        self._check(
-            int(measure_values(records, 1, FIRST, self._end, np.empty(len(records) + 1, dtype=np.int64)))
-        )
-        found: dict[tuple[int, int], memoryview | None] = {(0, 0): None}
-        keys = [(place, rows) if rows else (0, 0) for place, rows in records.tolist()]
-        for key in keys:
-            if key not in found:
-                place, rows = key
-                piece = self._bytes[place : place + rows]
-                if rows < 0:
-                    piece = np.empty(-rows, dtype=np.uint8)
-                    record: Array = np.array([key], dtype=np.int64)
-                    self._check(int(read_values(self._base, self._end, record, 1, piece.ctypes.data)))
-                found[key] = memoryview(piece)  # type: ignore[arg-type]  # numpy's types lack the buffer protocol
-        return [found[key] for key in keys]
+    def _check_bytes(self, records: Array) -> None:
+        offsets = np.empty(len(records) + 1, dtype=np.int64)
+        self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, offsets)))
 
-    def _frames(
-        self, values: Values, records: Array, slots: Array, shape: tuple[int, ...], pinned: bool
-    ) -> Any:
-        """Frames of videos: those of one group are decoded in one pass, from its key frame on, unless they are kept."""
-        coded, blobs, generations = values.coded, self._blobs(records), self._index.generation
-        assert coded is not None
-        column = next(name for name, each in self._region.layout.schema.ragged.items() if each is values)
-        most = int(coded.codec.cache or 0)
-        cache = self._caches.setdefault(column, FrameCache(most)) if most else None
-        there = np.flatnonzero(records[:, 1])
-        known: dict[int, Any] = dict.fromkeys(np.flatnonzero(records[:, 1] == 0).tolist(), 0)
-        groups: dict[tuple[int, int], tuple[Array, dict[int, list[int]]]] = {}
-        fresh: dict[Hashable, int] = {}
-        for slot in np.unique(slots[there]).tolist():
-            places, own = there[slots[there] == slot], records_of(self._region, self._index, slot, column)
-            for place, step in zip(places.tolist(), matched(own, records[places]).tolist(), strict=True):
-                key, blob = (slot, int(generations[slot]), step), blobs[place]
-                if cache is not None and (frame := cache.get(key)) is not None:
-                    known[place] = frame
-                    continue
-                try:
-                    assert blob is not None
-                    number = video_of(coded).distance(blob)
-                    if number > step:
-                        raise ValueError("its key frame is not there")
-                except Exception as error:
-                    raise damaged(coded, self._name(records[place]), error) from error
-                wanted = groups.setdefault((slot, step - number), (own, {}))[1]
-                wanted.setdefault(number, []).append(place)
-                fresh[key] = place
-        made = [
-            Group(
-                [blob for blob in self._blobs(own[key : key + max(wanted) + 1]) if blob is not None], wanted
-            )
-            for (_, key), (own, wanted) in groups.items()
-        ]
-        name = lambda i: self._name(records[i])  # noqa: E731
-        result, frames = decoded_frames(coded, made, known, len(records), shape, name=name, pinned=pinned)
-        if cache is not None:
-            for each, place in fresh.items():
-                cache.put(each, frames[place])
-        return result
+    def _copy_bytes(self, record: Array, address: int) -> None:
+        self._check(self.copy(record, 1, 0, abs(int(record[0, 1])), address))
 
-    def _name(self, record: Array) -> str:
-        """Which value has a record, for errors: a search through the table."""
-        schema, index = self._region.layout.schema, self._index
-        for slot in np.flatnonzero(index.state == READY).tolist():
-            for name in schema.ragged:
-                step = matched(records_of(self._region, index, slot, name), record[None])[0]
-                if step >= 0:
-                    what = f"Column {name!r} of trajectory {slot}"
-                    return what if schema[name].trajectory else f"{what}, step {step},"
-        return "A value of a trajectory that has left"
+    def most_rows(self, values: Values) -> int:
+        """Most rows that a value can have."""
+        return self._end // values.row_bytes
 
+    def copy(self, records: Array, row_bytes: int, skip: int, size: int, address: int) -> int:
+        """Copy bytes of the values of records, as they lie one after another; return how many are invalid.
 
-def records_of(region: Region, index: IndexArrays, slot: int, name: str) -> Array:
-    """The records of a trajectory's values in a column, int64 [T, 2], or [1, 2] of a column per trajectory."""
-    records = np.ascontiguousarray(region.column(name)[index.row(slot)]).reshape(-1, 16).view(np.int64)
-    count = 1 if region.layout.schema[name].trajectory else int(index.extent[slot, 0])
-    found: Array = records[:count]
-    return found
-
-
-def matched(records: Array, wanted: Array) -> Array:
-    """The place of each record, int64 [n, 2], among others, int64 [T, 2]; -1 if it is not there."""
-    order = np.argsort(records[:, 0], kind="stable")
-    near = np.searchsorted(records[order, 0], wanted[:, 0])
-    found = order[np.minimum(near, len(order) - 1)]
-    return np.where((records[found] == wanted).all(axis=1), found, -1)
+        Args:
+            records: int64 [n, 2], contiguous. row_bytes: of a row. skip, size: first byte, and number of bytes.
+            address: of the memory that they are copied to.
+        """
+        return int(read_values(self._base, self._end, FIRST, records, row_bytes, skip, size, address))
 
 
 def check_payload(region: Region, index: IndexArrays) -> None:
@@ -221,8 +140,10 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
     assert heap[CURSOR] in (*extents[:, 0].tolist(), at), "the cursor is no beginning of an extent"
     schema = region.layout.schema
     for slot in np.flatnonzero(index.state == READY).tolist():
+        length, blocks = int(index.extent[slot, 0]), index.row(slot)
         for name, values in schema.ragged.items():
-            records = records_of(region, index, slot, name)
+            records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
+            records = records[: 1 if schema[name].trajectory else length]
             each = (_parts_of(heap, place, rows, values.row_bytes) for place, rows in records.tolist())
             parts = list(itertools.chain.from_iterable(each))
             begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T

@@ -142,6 +142,18 @@ def test_values_that_are_encoded_already_are_stored_as_they_are() -> None:
                 assert torch.equal(one, other)
 
 
+def test_checkpoints_keep_what_is_encoded(tmp_path: Any) -> None:
+    with table_of() as table:
+        table.extend([trajectory(np.random.default_rng(4), n) for n in (3, 7)])
+        table.save(tmp_path)
+        with gear.Table.load(tmp_path) as loaded:
+            for slot in (0, 1):
+                expected, found = table[slot], loaded[slot]
+                for name in COLUMNS:
+                    for one, other in zip(list(found[name]), list(expected[name]), strict=True):
+                        assert torch.equal(one, other), name
+
+
 def png_of(height: int, width: int) -> bytes:
     """A header that promises an image."""
     body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

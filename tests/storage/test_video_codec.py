@@ -43,11 +43,14 @@ def filled(table: gear.Table) -> dict[int, np.ndarray[Any, Any]]:
     return {table.add({"video": each, "number": np.arange(len(each))}): each for each in clips}
 
 
-def test_frames_are_those_that_were_added() -> None:
+def test_frames_are_those_that_were_added(tmp_path: Any) -> None:
     with table_of() as table:
         known = filled(table)
         table.check_valid()
-        assert all(close(table[slot]["video"], frames) for slot, frames in known.items())
+        table.save(tmp_path)
+        with gear.Table.load(tmp_path) as loaded:
+            for each in (table, loaded):
+                assert all(close(each[slot]["video"], frames) for slot, frames in known.items())
         windows = {
             "video": gear.Window(3, -1),
             "edge": gear.Window(2, 4, pad="edge", column="video"),
