@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,13 +56,15 @@ def for_each(count: int, work: Callable[[int], None]) -> None:
             with contextlib.suppress(RuntimeError):  # the interpreter ends: the caller does all
                 helping += [pool.submit(run) for _ in range(members)]
         run()
-    finally:
-        numbers = itertools.count(count)  # an interrupted caller waits for what is begun only
         for each in helping:
-            each.cancel()
-        for each in helping:
-            if not each.cancelled():
+            if not each.cancel():
                 each.result()
+    except BaseException:  # interrupted: what others have begun reads and writes the caller's memory
+        numbers = itertools.count(count)
+        while not all(each.cancel() or each.done() for each in helping):
+            with contextlib.suppress(BaseException):
+                wait(helping)
+        raise
     if failed:
         raise min(failed, key=lambda each: each[0])[1]
 
