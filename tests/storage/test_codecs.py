@@ -142,6 +142,23 @@ def test_values_that_are_encoded_already_are_stored_as_they_are() -> None:
                 assert torch.equal(one, other)
 
 
+def test_decoded_tensors_are_padded_and_shown_as_others_are() -> None:
+    names = ["webp", "one", "reward"]
+    rows = [trajectory(np.random.default_rng(5), n) for n in (2, 5)]
+    with table_of({name: COLUMNS[name] for name in names}) as table:
+        table.extend([{name: row[name] for name in names} for row in rows])
+        options: dict[str, Any] = {"batch_size": 2, "device": "cpu", "windows": gear.Whole()}
+        options["sampler"] = gear.Uniform(replacement=False)
+        padded = gear.ReplayDataset(table, **options).sample()
+        jagged = gear.ReplayDataset(table, layout="jagged", **options).sample()
+        for batch, place in ((padded, None), (jagged, 0)):
+            for row, slot in enumerate(batch["index"].tolist()):
+                values = batch["webp"][row] if place is None else batch["webp"].unbind()[row]
+                length = len(rows[slot]["reward"])
+                check("webp", values[:length], rows[slot]["webp"])
+                assert not values[length:].any()
+
+
 def test_checkpoints_keep_what_is_encoded(tmp_path: Any) -> None:
     with table_of() as table:
         table.extend([trajectory(np.random.default_rng(4), n) for n in (3, 7)])
