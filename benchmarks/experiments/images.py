@@ -1,10 +1,10 @@
 """``python -m benchmarks images``: batches of 64 jpegs of 224 x 224, decoded, on the CPU.
 
 The images have the spectrum of photographs (1/f) and are stored as jpegs of quality 90. `DataLoader` with two workers
-reads each image from its file and decodes it with Pillow, as LeRobot's image datasets and torchvision's `ImageFolder`
-do, or with simplejpeg; or reads a tar from its beginning, with a buffer of 256 for shuffling, as WebDataset does. Ours
-is a table with ``codec="jpeg"``, whose dataset decodes with as many threads as torch uses. Every way delivers uint8
-[64, 224, 224, 3] and a label.
+reads each image from its file and decodes it with Pillow, as torchvision's `ImageFolder` does (LeRobot's image datasets
+decode by Pillow too), or with simplejpeg; or reads a tar from its beginning, with a buffer of 256 for shuffling, as
+WebDataset does. Ours is a table with ``codec="jpeg"``, whose dataset decodes with as many threads as torch uses. Every
+way delivers uint8 [64, 224, 224, 3] and a label.
 """
 
 from __future__ import annotations
