@@ -114,7 +114,9 @@ class _Staged(RowMover):
             current_stream(self._device).wait_event(gpu.released)
             copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
             buffers.ragged = {
-                name: value.to(self._device, non_blocking=True) if isinstance(value, Ragged) else value
+                name: value.to(self._device, non_blocking=True)
+                if isinstance(value, (Ragged, torch.Tensor))
+                else value
                 for name, value in gpu.staging.ragged.items()  # which keeps them until the copies have been made
             }
         finally:
