@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gear_loader.native.ragged_copies import count_rows, measure_values, read_values, write_values
+from gear_loader.storage.coded_values import CodedReader
 from gear_loader.storage.disk import ValueReader
 from gear_loader.storage.disk_records import parts_of, rows_of
 from gear_loader.storage.index_arrays import IndexArrays
@@ -77,30 +78,41 @@ class PayloadReader:
     """Reads ragged values of a table by their records, under a read ticket.
 
     Args:
-        region: of the table. check: raises CorruptTableError if so many records are invalid.
+        region, index: of the table. check: raises CorruptTableError if so many records are invalid.
         tier: returns what reads values on disk, of a table with a disk tier; else None.
     """
 
     def __init__(
-        self, region: Region, check: Callable[[int], None], tier: Callable[[], ValueReader] | None = None
+        self,
+        region: Region,
+        index: IndexArrays,
+        check: Callable[[int], None],
+        tier: Callable[[], ValueReader] | None = None,
     ) -> None:
         heap = region.payload()
+        self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
         self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
         self._tier = tier
         self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
-    def read(self, values: Values, records: Array, shape: tuple[int, ...], *, pinned: bool = False) -> Any:
-        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, or lists of text.
+    def read(
+        self, values: Values, records: Array, shape: tuple[int, ...], *, slots: Array, pinned: bool = False
+    ) -> Any:
+        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or what
+        `decoding.decoded` makes of encoded ones.
 
         Args:
-            values: of the table's schema. pinned: into pinned memory, except text.
+            values: of the table's schema. slots: int64 [n], of their trajectories.
+            pinned: into pinned memory, except text.
 
         Raises:
-            CorruptTableError: a record names no memory of the table.
+            CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
             LostRowsError, MovedRowsError: of values on disk.
         """
-        pinned = pinned and values.kind == "array"
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
+        if values.coded is not None:
+            return self._coded.read(values, records, shape, slots, pinned=pinned)
+        pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places, tiered = offsets.numpy(), self._tier is not None
         self._check(int(measure_values(records, row_bytes, FIRST, self._end, tiered, places)))
@@ -116,6 +128,14 @@ class PayloadReader:
                 self._check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
+
+    def _check_bytes(self, records: Array) -> None:
+        offsets = np.empty(len(records) + 1, dtype=np.int64)
+        self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, False, offsets)))
+
+    def _copy_bytes(self, record: Array, address: int) -> None:
+        size = abs(int(record[0, 1]))
+        self._check(int(read_values(self._base, self._end, FIRST, record, 1, False, 0, size, address)))
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""
