@@ -233,9 +233,16 @@ class Spiller:
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
         block_bytes = table._engine.region.layout.block_bytes
-        total = arrays.num_blocks - self._free
+        total, inside = arrays.num_blocks - self._free, extent[:, 1] >= 0
         budget = max(1, EXCHANGE_BYTES // block_bytes)
-        come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
+        if payload := self._region.layout.payload:
+            # In bytes of ragged values, those on disk by the mean of a step; blocks by the share of theirs.
+            held, room = used_bytes(self._region, self._index)[slots], payload - kept_bytes(payload)
+            mean = int(held[inside].sum()) / max(1, int(extent[inside, 0].sum()))
+            held = np.where(inside, held, mean * extent[:, 0])
+            blocks = np.maximum(held, blocks / total * room).astype(np.int64) + 1
+            total, budget = room, EXCHANGE_BYTES
+        come, leave = exchange(order, inside, blocks, total, budget)
         self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
         if len(leave) and self._index.spill(slots[leave], generations[slots[leave]]) < 0:
             return 0

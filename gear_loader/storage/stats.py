@@ -43,7 +43,7 @@ class TableStats:
         disk: state of the copy on disk, of the table that this process created with `disk`; else None.
         num_spilled: live trajectories that lie on disk only; see `Disk.size`.
         num_lost: trajectories removed because they could not be read from disk.
-        spilled_bytes: bytes of the steps of those that lie on disk only.
+        spilled_bytes: bytes of the steps of those that lie on disk only, without ragged values.
         num_hits, num_misses: with a disk tier, rows of batches that were in memory, while some were on disk only, and
             that were read from disk.
         miss_bytes, miss_seconds: bytes read for them, and the seconds it took.
