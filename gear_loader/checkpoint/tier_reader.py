@@ -512,7 +512,9 @@ class FileReader:
         engine = self._engine()
         assert engine is not None
         which = np.array(sorted(failed), dtype=np.int64)
-        some = which[np.unique(slots[which], return_index=True)[1]]  # of one trajectory several values may be lost
+        some = which[
+            np.unique(slots[which], return_index=True)[1]
+        ]  # of one trajectory several values may be lost
         trajectory = int(ids_of(engine.index.arrays.view, slots[which[:1]])[0])
         return LostRowsError(
             f"Trajectory {trajectory} cannot be read: {failed[int(which[0])]}",
