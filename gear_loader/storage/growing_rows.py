@@ -30,9 +30,9 @@ from gear_loader.storage.operations.appending import (
     AHEAD_ROWS,
     AHEAD_START,
     AHEAD_STATE,
+    NEVER,
     parts_of,
 )
-from gear_loader.storage.operations.quick_rows import NEVER
 from gear_loader.storage.operations.view import DONE, UNREADY
 from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array, data_address
