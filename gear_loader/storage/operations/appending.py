@@ -13,7 +13,7 @@ from gear_loader.native.lanes import LANE_GENERATION, LANE_LAST, LANE_RUN, LANE_
 from gear_loader.native.memory import differ_step
 from gear_loader.storage.operations.growth import clear_lane, is_ready, lengthen, publish_steps
 from gear_loader.storage.operations.lifecycle import abort, commit
-from gear_loader.storage.operations.quick_rows import KNOWN_WIDTH, TOGETHER, stamp_of, write_rows
+from gear_loader.storage.operations.quick_rows import TOGETHER, write_rows
 from gear_loader.storage.operations.room import begin
 from gear_loader.storage.operations.view import DONE, GONE, UNREADY, require
 from gear_loader.storage.states import READY, WRITING
@@ -31,7 +31,7 @@ plus GOES_ON if it goes on with its lane's trajectory whatever it has: its value
 # ends, or NEVER; the column of rewards; whether each row is visible at once; whether rows that are not are only made
 # visible; state of trajectories that have not ended: READY, or WRITING if they are visible when they have; the column
 # that tells the first rows of episodes, or -1; steps that the trajectories of an episode have in common, with such a
-# column; pid and start time of this process; the result of `stamp_of` for which `known` is valid.
+# column; pid and start time of this process.
 (
     AHEAD_LANES,
     AHEAD_COLUMNS,
@@ -48,9 +48,9 @@ plus GOES_ON if it goes on with its lane's trajectory whatever it has: its value
     AHEAD_OVERLAP,
     AHEAD_PID,
     AHEAD_START,
-    AHEAD_STAMP,
     AHEAD_HEAD,
-) = range(17)
+) = range(16)
+NEVER = 1 << 62
 
 
 def parts_of(lanes: int, columns: int, rows: int, once: int, overlap: int) -> dict[str, tuple[int, ...]]:
@@ -61,7 +61,7 @@ def parts_of(lanes: int, columns: int, rows: int, once: int, overlap: int) -> di
     lane of memory for what followed the row that ended each lane's last trajectory. finals: 1 for columns that have
     final steps. once, once_sources: columns per trajectory, and address and bytes from lane to lane of their values.
     kinds: of the rows. over: 1 where the last row of a lane ended its trajectory. out: output: slot of the trajectory
-    that each lane has ended last. priorities: float32. known: of `write_rows`. scratch: memory.
+    that each lane has ended last. priorities: float32. scratch: memory.
     """
     return {
         "columns": (columns, 4),
@@ -75,13 +75,12 @@ def parts_of(lanes: int, columns: int, rows: int, once: int, overlap: int) -> di
         "over": (lanes,),
         "out": (lanes,),
         "priorities": ((lanes + 1) // 2,),
-        "known": (lanes, KNOWN_WIDTH),
-        "scratch": (4 + (overlap + 3) // 2 + 3 * TOGETHER,),
+        "scratch": (3 + (overlap + 3) // 2 + 3 * TOGETHER,),
     }
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def write_ahead(p: Any, lanes: Any, request: Any, evict: Any) -> None:
+def write_ahead(p: Any, lanes: Any, request: Any) -> None:
     """`write_rows` of a request, unless its rows are to be visible at once."""
     n, width, end = request[AHEAD_LANES], request[AHEAD_COLUMNS], request[AHEAD_END]
     if request[AHEAD_AT_ONCE] + request[AHEAD_PUBLISHES] + request[AHEAD_AT] != 0 or end != n:
@@ -92,12 +91,6 @@ def write_ahead(p: Any, lanes: Any, request: Any, evict: Any) -> None:
     finals = following + 24 * width + 16 * width
     kinds = finals + 8 * width + 48 * request[AHEAD_ONCE]
     scratch = request.ctypes.data + 8 * (len(request) - 3 * TOGETHER)
-    known = kinds + 8 * (request[AHEAD_ROWS] * n + 2 * n + (n + 1) // 2)
-    stamp = stamp_of(p.ctypes.data, evict)
-    if request[AHEAD_STAMP] != stamp:
-        at = (known - request.ctypes.data) // 8
-        request[at : at + KNOWN_WIDTH * n] = 0
-        request[AHEAD_STAMP] = stamp
     cut = request[AHEAD_CUT] + (request[AHEAD_STATE] == READY)  # the next row sees that it is reached
     write_rows(
         p.ctypes.data,
@@ -109,20 +102,11 @@ def write_ahead(p: Any, lanes: Any, request: Any, evict: Any) -> None:
         following,
         finals,
         kinds,
-        known,
         cut,
         ENDS | GOES_ON,
         request[AHEAD_STATE],
         scratch,
     )
-
-
-@njit  # type: ignore[untyped-decorator]
-def next_row(kinds: Any, item: Any, end: Any) -> Any:
-    """The first item from `item` on that has not been appended, or `end`."""
-    while item < end and kinds[item] == 0:
-        item += 1
-    return item
 
 
 @inlined
@@ -174,16 +158,10 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
     out = request[a:b]
     a, b = b, b + (n + 1) // 2
     priorities = request[a:b].view(np.float32)
-    b += KNOWN_WIDTH * n
-    one, final, slots, oldest = (
-        request[b : b + 1],
-        request[b + 1 : b + 2],
-        request[b + 2 : b + 3],
-        request[b + 3 : b + 4],
-    )
+    one, final, slots = request[b : b + 1], request[b + 1 : b + 2], request[b + 2 : b + 3]
     state, first, overlap = request[AHEAD_STATE], request[AHEAD_FIRST], request[AHEAD_OVERLAP]
-    ids = request[b + 4 : b + 4 + (overlap + 3) // 2].view(np.int32)
-    final[0], oldest[0] = 1, 0
+    ids = request[b + 3 : b + 3 + (overlap + 3) // 2].view(np.int32)
+    final[0] = 1
     cut, reward = request[AHEAD_CUT], request[AHEAD_REWARD]
     # Whether a trajectory of AHEAD_CUT steps stays that of its lane, whose next row begins another one.
     stays = state == READY and (first >= 0 or request[AHEAD_AT_ONCE] == 0)
@@ -192,8 +170,11 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
     k, i = item // n, item % n
     while item < end:
         if kinds[item] == 0 and not publishes:
-            item = next_row(kinds, item, end)
-            k, i = item // n, item % n
+            item += 1
+            i += 1
+            if i == n:
+                i = 0
+                k += 1
             continue
         request[AHEAD_AT] = item
         lane, kind, ends = lanes[i], kinds[item] & 3, kinds[item] & ENDS != 0
@@ -232,9 +213,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
             goes_on = same and steps >= cut
             visible = hidden + (same and not goes_on)
         if visible > 0:
-            answer = lengthen(
-                v, slot, lane[LANE_GENERATION], state, visible, 1, evict, lane[LANE_RUN:], oldest
-            )
+            answer = lengthen(v, slot, lane[LANE_GENERATION], state, visible, 1, evict, lane[LANE_RUN:])
             if answer == GONE:
                 clear_lane(lane, slot)
                 continue
@@ -259,7 +238,7 @@ def append_lanes(v: Any, lanes: Any, request: Any, now: Any, evict: Any) -> Any:
             goes_on = goes_on or lane[LANE_LAST] >= 0  # with the episode
             common = overlap if steps > 0 and goes_on else 0
             one[0] = common + 1
-            answer = begin(v, one, final, evict, pid, process_start, slots, ids, oldest)
+            answer = begin(v, one, final, evict, pid, process_start, slots, ids)
             if answer != DONE:
                 return answer
             if common > 0:

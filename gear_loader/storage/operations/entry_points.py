@@ -228,13 +228,13 @@ def _plain(array: Any) -> Any:
 
 @compiled
 def _append_lanes_light(p, lanes, request, now, evict):  # type: ignore[no-untyped-def]
-    write_ahead(p, lanes, request, evict)
+    write_ahead(p, lanes, request)
     return append_lanes(view_at(p), _plain(lanes), _plain(request), now, None)
 
 
 @compiled
 def _append_lanes(p, lanes, request, now, evict):  # type: ignore[no-untyped-def]
-    write_ahead(p, lanes, request, evict)
+    write_ahead(p, lanes, request)
     return append_lanes(view_at(p), _plain(lanes), _plain(request), now, evict)
 
 

@@ -117,15 +117,7 @@ def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
 
 @inlined
 def lengthen(
-    v: Any,
-    slot: Any,
-    generation: Any,
-    state: Any,
-    more: Any,
-    final: Any,
-    evict: Any,
-    run: Any,
-    known: Any = None,
+    v: Any, slot: Any, generation: Any, state: Any, more: Any, final: Any, evict: Any, run: Any
 ) -> Any:
     """Allocate the blocks for more steps of a trajectory; `publish_steps` follows if DONE.
 
@@ -133,7 +125,7 @@ def lengthen(
         generation: of the trajectory. state: its state, READY (it is visible) or WRITING.
         more: steps to add. final: 1 if a final step follows them, else 0. A trajectory that has one gets both, so the
             final step moves behind the new steps; else it is GONE.
-        run: as for `grow`. known: as for `reclaim`.
+        run: as for `grow`.
 
     Returns:
         As `make_room`, or GONE, or OUTSIDE. After DONE the index stays dirty until `publish_steps`.
@@ -151,7 +143,7 @@ def lengthen(
     if evict is None:  # noqa: SIM108 - decided when it is compiled
         answer = has_room(v, 0, count - had, more)
     else:
-        answer = make_room(v, 0, count - had, more, evict, known)
+        answer = make_room(v, 0, count - had, more, evict)
     if answer != DONE and answer != FLIP:
         return answer
     if v.state[slot] != state:

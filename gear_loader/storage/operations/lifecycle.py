@@ -300,25 +300,14 @@ def release(v: Any) -> None:
 
 
 @inlined
-def reclaim(v: Any, known: Any = None) -> None:
-    """Free the retired slots and the parked blocks that no reader can still see.
-
-    Args:
-        known: int64 [1], the last result of `oldest_reader` under this lock, or 0: none begins meanwhile, so it is not
-            asked for again while it suffices. None to ask each time.
-    """
+def reclaim(v: Any) -> None:
+    """Free the retired slots and the parked blocks that no reader can still see."""
     counters = v.counters
     release(v)
     if counters[NUM_RETIRED] == 0:
         return
-    first = v.epoch[v.retired[counters[RETIRED_FIRST]]]
-    if known is None:
-        oldest = oldest_reader(v)
-    else:
-        oldest = known[0]
-        if first >= oldest:
-            oldest = known[0] = oldest_reader(v)
-    if first >= oldest:
+    oldest = oldest_reader(v)
+    if v.epoch[v.retired[counters[RETIRED_FIRST]]] >= oldest:
         return
     begin_change(v)
     while counters[NUM_RETIRED] > 0:

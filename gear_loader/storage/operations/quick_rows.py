@@ -13,9 +13,7 @@ from numba.extending import intrinsic
 
 from gear_loader.native.lanes import LANE_GENERATION, LANE_SLOT, LANE_STEPS, LANE_WIDTH
 from gear_loader.native.memory import copy_step, differ_step, prefetch
-from gear_loader.storage.counters import NUM_EVICTED, NUM_EXPIRED, NUM_OUTDATED, NUM_REMOVED, OLDEST, TIERED
-from gear_loader.storage.operations.view import EVICT_OLDEST, View
-from gear_loader.storage.states import READY
+from gear_loader.storage.operations.view import View
 
 assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_WIDTH) == (
     0,
@@ -23,8 +21,7 @@ assert (LANE_SLOT, LANE_GENERATION, LANE_STEPS, LANE_WIDTH) == (
     2,
     8,
 )  # compiled into the cached machine code
-assert [View._fields.index(name) for name in ("counters", "extent", "generation", "sequence")] == [0, 2, 3, 4]
-assert [View._fields.index(name) for name in ("state", "block_ids")] == [11, 13]
+assert [View._fields.index(name) for name in ("extent", "generation", "state", "block_ids")] == [2, 3, 11, 13]
 assert [View._fields.index(name) for name in ("block_steps", "num_slots", "num_blocks", "half_size")] == [
     22,
     24,
@@ -32,14 +29,6 @@ assert [View._fields.index(name) for name in ("block_steps", "num_slots", "num_b
     26,
 ]
 
-KNOWN_BLOCK, KNOWN_STEP, KNOWN_NAME, KNOWN_SEQUENCE, KNOWN_WIDTH = range(5)
-"""What `write_rows` knows of a lane, int64: 1 + the block of its final step, or 0; first step of that block; slot and
-lower half of the generation of its trajectory; sequence number of that one, or NEVER if it cannot be retired.
-
-It is right while trajectories are retired oldest first, which `stamp_of` tells, up to the retirement of this one, and
-none is moved to disk. Without it four lines of the index are read for each row, which takes as long as the row.
-"""
-NEVER = 1 << 62
 TOGETHER = 32
 """Lanes that are looked at before the first of them is written: their places in memory are fetched at the same time."""
 
@@ -69,78 +58,48 @@ def _store(_context: Any, _address: Any, _value: Any) -> Any:
 
 
 @njit  # type: ignore[untyped-decorator]
-def stamp_of(places, evict):  # type: ignore[no-untyped-def]
-    """A number that changes when a trajectory is retired that is not the oldest."""
-    counters = _load(places)
-    stamp = (
-        _load(counters + 8 * NUM_REMOVED)
-        + _load(counters + 8 * NUM_EXPIRED)
-        + _load(counters + 8 * NUM_OUTDATED)
-    )
-    if evict != EVICT_OLDEST:
-        stamp += _load(counters + 8 * NUM_EVICTED)
-    return stamp
-
-
-@njit  # type: ignore[untyped-decorator]
 def write_rows(  # type: ignore[no-untyped-def]
-    places, lanes, n, width, columns, sources, following, finals, kinds, known, cut, ends, wanted, scratch
+    places, lanes, n, width, columns, sources, following, finals, kinds, cut, ends, wanted, scratch
 ) -> None:
     """Write the row of each lane that goes on with its trajectory in the block of that one's final step, and does not
     end it. Their kinds become 0; all others are left to `append_lanes`.
 
     Args:
         places: address of the result of `places_of`. lanes, columns, sources, following, finals, kinds: addresses of
-            what `append_lanes` gets. n, width: number of lanes, and of columns. known: address of KNOWN_WIDTH words of
-            each lane, which are valid for the current `stamp_of`. cut: steps that none gets. ends: kinds with one of
-            these bits are left out. wanted: state of the trajectories. scratch: address of 3 * TOGETHER words.
+            what `append_lanes` gets. n, width: number of lanes, and of columns. cut: steps that none gets.
+            ends: kinds with one of these bits are left out. wanted: state of the trajectories. scratch: address of 3 *
+            TOGETHER words.
     """
-    counters, sequence, state = _load(places), _load(places + 32), _load(places + 88)
-    extent, generation, block_ids = _load(places + 16), _load(places + 24), _load(places + 104)
-    oldest = _load(counters + 8 * OLDEST) - 1
-    least = NEVER if oldest < 0 else _load(sequence + 8 * oldest)
-    tiered = _load(counters + 8 * TIERED) != 0
+    extent, generation, state, block_ids = (
+        _load(places + 16),
+        _load(places + 24),
+        _load(places + 88),
+        _load(places + 104),
+    )
     block_steps, slots = _load(places + 176), _load(places + 192)
     blocks, entries = _load(places + 200), 2 * _load(places + 208)
     for first in range(0, n, TOGETHER):
         count = 0
         for i in range(first, min(first + TOGETHER, n)):
-            kind, lane, about = _load(kinds + 8 * i), lanes + 64 * i, known + 32 * i
+            kind, lane = _load(kinds + 8 * i), lanes + 64 * i
             steps, slot = _load(lane + 16), _load(lane)
-            if kind == 0 or steps <= 0 or slot < 0 or slot >= slots:
+            if kind == 0 or kind & ends != 0 or steps <= 0 or steps + 1 >= cut or slot < 0 or slot >= slots:
                 continue
-            name = slot << 32 | (_load(lane + 8) & 0xFFFFFFFF)
-            block, inside = _load(about) - 1, steps - _load(about + 8)
-            same = block >= 0 and _load(about + 16) == name and _load(about + 24) >= least
-            if not same or tiered or inside < 0 or inside >= block_steps:
-                _store(about, 0)
-                if _load_32(state + 4 * slot) != wanted or _load(generation + 8 * slot) != _load(lane + 8):
-                    continue
-                start, final = _load(extent + 24 * slot + 8), _load(extent + 24 * slot + 16)
-                place = steps // block_steps
-                inside = steps - place * block_steps
-                if final == 0 or start < 0 or start + place >= entries:
-                    continue
-                block = _load_32(block_ids + 4 * (start + place))
-                if block < 0 or block >= blocks:
-                    continue
-                _store(about + 8, place * block_steps)
-                _store(about + 16, name)
-                _store(about + 24, _load(sequence + 8 * slot) if wanted == READY else NEVER)
-                _store(about, block + 1)
-            every = _load(columns + 24)
-            target = _load(columns) + block * _load(columns + 8) + inside * every
-            prefetch(target)
-            prefetch(target + every)
-            if kind & ends != 0 or steps + 1 >= cut or inside + 1 >= block_steps:
-                prefetch(state + 4 * slot)
-                prefetch(generation + 8 * slot)
-                prefetch(extent + 24 * slot)
+            if _load_32(state + 4 * slot) != wanted or _load(generation + 8 * slot) != _load(lane + 8):
+                continue
+            start, final = _load(extent + 24 * slot + 8), _load(extent + 24 * slot + 16)
+            place = steps // block_steps
+            inside = steps - place * block_steps
+            if final == 0 or start < 0 or start + place >= entries or inside + 1 >= block_steps:
+                continue
+            block = _load_32(block_ids + 4 * (start + place))
+            if block < 0 or block >= blocks:
                 continue
             here = scratch + 24 * count
             _store(here, i)
             _store(here + 8, block)
             _store(here + 16, inside)
+            prefetch(_load(columns) + block * _load(columns + 8) + inside * _load(columns + 24))
             count += 1
         for c in range(width):
             if _load(finals + 8 * c) == 1:

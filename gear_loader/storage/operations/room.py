@@ -89,11 +89,8 @@ def lowest(v: Any) -> Any:
 
 
 @inlined
-def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any, known: Any = None) -> Any:
+def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
     """Free space for a number of slots, blocks and steps, with eviction according to the policy.
-
-    Args:
-        known: as for `reclaim`.
 
     Returns:
         DONE; SHORT if eviction is needed and refused; FULL if the table is too small; BUSY if unfinished writes hold
@@ -119,7 +116,7 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any, known: An
         while missing(v, slots, blocks, steps) and counters[NUM_READY] > 0:
             retire(v, lowest(v) if evict == EVICT_LOWEST else counters[OLDEST] - 1, NUM_EVICTED)
         end_change(v)
-    reclaim(v, known)
+    reclaim(v)
     if counters[NUM_FREE_SLOTS] < slots or counters[NUM_FREE_BLOCKS] < blocks:
         if counters[TIERED] != 0 and counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] < blocks:
             counters[WANTED_BLOCKS] = max(counters[WANTED_BLOCKS], blocks)
@@ -209,21 +206,13 @@ def allocate(v: Any, lengths: Any, finals: Any, pid: Any, process_start: Any, sl
 
 @inlined
 def begin(
-    v: Any,
-    lengths: Any,
-    finals: Any,
-    evict: Any,
-    pid: Any,
-    process_start: Any,
-    slots: Any,
-    ids: Any,
-    known: Any = None,
+    v: Any, lengths: Any, finals: Any, evict: Any, pid: Any, process_start: Any, slots: Any, ids: Any
 ) -> Any:
     """`make_room` and `allocate`; with `evict` None `has_room` instead, which compiles in half of the time.
 
     Args:
         lengths: int64 [n], in steps. finals: int64 [n], final steps (0 or 1), or [0] for none.
-        slots: int64 [n], output. ids: int32 [blocks of all trajectories], output. known: as for `reclaim`.
+        slots: int64 [n], output. ids: int32 [blocks of all trajectories], output.
     """
     blocks, steps = 0, 0
     for i in range(len(lengths)):
@@ -232,7 +221,7 @@ def begin(
     if evict is None:  # decided when it is compiled
         answer = has_room(v, len(lengths), blocks, steps)
     else:
-        answer = make_room(v, len(lengths), blocks, steps, evict, known)
+        answer = make_room(v, len(lengths), blocks, steps, evict)
     if answer == DONE:
         allocate(v, lengths, finals, pid, process_start, slots, ids)
     return answer
