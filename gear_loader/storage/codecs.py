@@ -34,7 +34,7 @@ class Codec:
     ``"webp"``  uint8 [h, w, 3 or 4]           equal; lossy with a quality  Pillow
     ``"zstd"``  any dtype and shape            equal, bit for bit           zstandard
     ``"lz4"``   any dtype and shape            equal, bit for bit           lz4
-    ``"video"`` uint8 [h, w, 3], h, w even    close to those added (lossy) av (PyAV)
+    ``"video"`` uint8 [h, w, 3], h, w even     close to those added (lossy) av (PyAV)
     =========== ============================== ============================ ===================
 
     ``"video"`` is H.264 over the steps of a trajectory, without references to later frames: a frame is decoded from the
