@@ -205,6 +205,7 @@ def _ragged() -> None:
             table.add({"tokens": [np.arange(3), np.arange(2)], "text": ["a", "bc"]})
         _draw(table, Uniform(), windows=Window(1))
         _draw(table, Uniform(), windows=Whole(), layout="packed")
+        _saved(table)
 
 
 def _prefixes() -> None:
@@ -249,7 +250,12 @@ def _caching() -> None:
 
 
 def _saving() -> None:
-    with tempfile.TemporaryDirectory() as folder, _filled() as table:
+    with _filled() as table:
+        _saved(table)
+
+
+def _saved(table: Table) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         table.save(Path(folder) / "table")
         Table.load(Path(folder) / "table").close()
 

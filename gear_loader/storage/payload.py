@@ -77,7 +77,7 @@ class PayloadReader:
         memory = torch.empty(
             (int(places[-1]), *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned
         )
-        self._check(int(read_values(self._base, self._end, records, row_bytes, memory.data_ptr())))
+        self._check(self.copy(records, row_bytes, 0, int(places[-1]) * row_bytes, memory.data_ptr()))
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
@@ -85,6 +85,19 @@ class PayloadReader:
                 self._check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
+
+    def most_rows(self, values: Values) -> int:
+        """Most rows that a value can have."""
+        return self._end // values.row_bytes
+
+    def copy(self, records: Array, row_bytes: int, skip: int, size: int, address: int) -> int:
+        """Copy bytes of the values of records, as they lie one after another; return how many are invalid.
+
+        Args:
+            records: int64 [n, 2], contiguous. row_bytes: of a row. skip, size: first byte, and number of bytes.
+            address: of the memory that they are copied to.
+        """
+        return int(read_values(self._base, self._end, FIRST, records, row_bytes, skip, size, address))
 
 
 def check_payload(region: Region, index: IndexArrays) -> None:

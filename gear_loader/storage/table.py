@@ -195,8 +195,8 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
-        if disk is not None or tier is not None:
-            check_fixed(layout.schema, "a table with disk takes")
+        if tier is not None:
+            check_fixed(layout.schema, "a table whose disk has a size takes")
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
@@ -309,7 +309,6 @@ class Table:
                 files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
                 link; or another save into it is running. The previous checkpoint is unchanged.
         """
-        check_fixed(self.schema, "Table.save() takes")
         path = local_path(path)
         disk = self._engine.disk
         if disk is not None and disk.writes_to(path):
@@ -329,6 +328,7 @@ class Table:
         block_steps: int | Literal["auto"] | None = None,
         packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
+        payload: int | str | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
         device: str | torch.device | None = None,
@@ -348,6 +348,7 @@ class Table:
                 with additional blocks where trajectories shared some. If one of the first three is given, `max_blocks`
                 is computed as in `create`; ``block_steps="auto"`` goes by the mean length of the saved trajectories.
             packed: as for `create`, whatever the saved table was.
+            payload: bytes of the values of ragged columns, as of `Memory`; by default those of the saved table.
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
@@ -366,6 +367,7 @@ class Table:
             block_steps=block_steps,
             packed=packed,
             max_blocks=max_blocks,
+            payload=payload,
             on_full=on_full,
             progress=progress,
             device=device,
@@ -385,6 +387,7 @@ class Table:
         block_steps: int | Literal["auto"] | None = None,
         packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
+        payload: int | str | None = None,
         memory: int | str | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
@@ -398,8 +401,8 @@ class Table:
         Args:
             disk: the directory, or a `Disk` with it and options; also a directory written by `save`. With `Disk.size`
                 trajectories beyond the memory stay there, whatever the saved table was; without, all are loaded.
-            schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, on_full, progress: as for
-                `load`. With `Disk.size` the memory is by default that of the saved table.
+            schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, payload, on_full, progress: as
+                for `load`. With `Disk.size` the memory is by default that of the saved table.
             memory: in place of `max_blocks`, as for `create`.
 
         Raises:
@@ -414,6 +417,7 @@ class Table:
             block_steps=block_steps,
             packed=packed,
             max_blocks=max_blocks,
+            payload=payload,
             memory=memory,
             on_full=on_full,
             progress=progress,

@@ -450,7 +450,7 @@ def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between stores", "inside stores"])
 @pytest.mark.parametrize("scene", SCENES)
-@points(11)
+@points(17)
 def test_death_at_every_point(scene: str, torn: bool, every: int) -> None:
     for stores in itertools.count(len(scene) % every, every * (2 if torn else 1)):
         if not survive(SCENES[scene], stores, torn=torn):
