@@ -78,6 +78,10 @@ class TableSource:
             mover.fill(buffers, self.only, rows)
         if mover.layout.ragged:
             shown = buffers.rows(len(rows))
+            if mover.layout.packed and buffers.leaders is not None:
+                leaders = torch.from_numpy(buffers.leaders)
+                grouped = (name for name in mover.layout.ragged if mover.layout.column_of(name).group)
+                shown = {**shown, **{name: shown[name][leaders] for name in grouped}}
             buffers.ragged = read_ragged(self.only, mover.layout.ragged, shown, pinned=mover.pinned)
 
 
