@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from table_common import Died, Fragile, bury, mortal
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableFullError
+from gear_loader.storage.incoming import listed
+from gear_loader.storage.payload import write_payload
+from gear_loader.storage.prefix_input import Beginning
 
 COLUMNS = {
     "token": gear.Column(torch.int64),
@@ -138,3 +143,48 @@ def test_what_is_refused() -> None:
     assert repr(gear.Column(str, per="group")) == "Column(str, per='group')"
     with table_of(prefixes=False) as table:  # which shares nothing
         check(table[table.add(given := rows(1, random, shared=True))], given)
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+def test_a_death_at_every_store(every: int) -> None:
+    """One dies while it adds to a group whose first trajectory has left, and values of others."""
+    deaths = 0
+    for stores in itertools.count(0, every):
+        random = np.random.default_rng(1)
+        with table_of(5000, max_trajectories=7, on_full="error") as table:
+            leader = table.add(first := rows(1, random, shared=True))
+            member = table.add(rows(2, random, shared=False), prefix=leader, prefix_steps=1)
+            kept = table[member]
+            gone = table.add(rows(3, random, shared=True))
+            table.remove([leader, gone])
+            new = rows(4, random, shared=False), rows(5, random, shared=True)
+            with mortal(table, stores) as index:
+                try:
+                    for given, prefix in zip(new, (member, None), strict=True):
+                        begin = None if prefix is None else Beginning(table._engine, prefix, 1, None)
+                        steps = listed(table.schema, [given], None if begin is None else begin.records)
+                        begins = None if begin is None else begin.located(steps)
+                        lengths = steps.lengths + (begins is not None)
+                        slots, ids = index.begin(lengths, prefixes=begins)
+                        heap = table._engine.region.payload().view(Fragile)
+                        generations = index.arrays.generation[slots]
+                        offsets = index.place_payload(
+                            heap, steps.payload, slots, generations, evict=0, wait=False
+                        )
+                        assert write_payload(steps.payload, heap.view(np.ndarray), offsets)
+                        table._engine._write(np.array(ids), steps if begins is None else begins.rows)
+                        index.commit(slots, np.ones(1, dtype=np.float32))
+                except Died:
+                    deaths += 1
+                else:
+                    break
+            bury(table)
+            table.check_valid()
+            assert np.array_equal(table[member]["image"].numpy(), first["image"])
+            again = table.add(rows(6, random, shared=False), prefix=member, prefix_steps=1)
+            assert table[again]["prompt"] == kept["prompt"]
+            table.remove(table.indices())
+            big = {**rows(7, random, shared=True), "image": np.full((220, 7, 3), 3, dtype=np.uint8)}
+            check(table[table.add(big)], big)  # all of the memory is free
+            table.check_valid()
+    assert deaths > 100 // every
