@@ -77,12 +77,18 @@ class TableSource:
         else:
             mover.fill(buffers, self.only, rows)
         if mover.layout.ragged:
-            shown = buffers.rows(len(rows))
-            if mover.layout.packed and buffers.leaders is not None:
+            layout, shown = mover.layout, buffers.rows(len(rows))
+            grouped = (
+                {name: each for name, each in layout.ragged.items() if layout.column_of(name).group}
+                if layout.packed and layout.tree
+                else {}
+            )
+            others = {name: each for name, each in layout.ragged.items() if name not in grouped}
+            buffers.ragged = read_ragged(self.only, others, shown, pinned=mover.pinned)
+            if grouped:
                 leaders = torch.from_numpy(buffers.leaders)
-                grouped = (name for name in mover.layout.ragged if mover.layout.column_of(name).group)
-                shown = {**shown, **{name: shown[name][leaders] for name in grouped}}
-            buffers.ragged = read_ragged(self.only, mover.layout.ragged, shown, pinned=mover.pinned)
+                shown = {name: shown[name][leaders] for name in ("index", *grouped)}
+                buffers.ragged |= read_ragged(self.only, grouped, shown, pinned=mover.pinned)
 
 
 class _Staged(RowMover):
@@ -118,7 +124,9 @@ class _Staged(RowMover):
             current_stream(self._device).wait_event(gpu.released)
             copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
             buffers.ragged = {
-                name: value.to(self._device, non_blocking=True) if isinstance(value, Ragged) else value
+                name: value.to(self._device, non_blocking=True)
+                if isinstance(value, (Ragged, torch.Tensor))
+                else value
                 for name, value in gpu.staging.ragged.items()  # which keeps them until the copies have been made
             }
         finally:

@@ -746,7 +746,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 number=number * world + rank,
                 names=prefetcher.names,
             )
-            self._transforms.record(self._moment)
+            self._transforms.record(lambda: self._moment)
         if self.layout == "jagged":
             batch = as_jagged(batch, steps_only(self.table.schema, self.windows))
         if self.output == "nested":

@@ -18,6 +18,7 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.storage.block_sink import BlockSink, GrowingSink
+from gear_loader.storage.coders import check_packages
 from gear_loader.storage.counters import (
     NUM_STEPS,
     POLICY,
@@ -172,6 +173,7 @@ class Table:
                 or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can replace tables.
             CheckpointError: the directory of `disk` holds a table or other files, is in use, or cannot be written. No
                 table is left.
+            ImportError: the package of a column's codec is not installed; the message names what to install.
         """
         memory = Memory.of(memory)
         tier: Tier | None
@@ -194,6 +196,7 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
+        check_packages(layout.schema.ragged.values())
         if tier is not None:
             check_fixed(layout.schema, "a table whose disk has a size takes")
         timeout = None if timeout is None else check_seconds("timeout", timeout)

@@ -14,6 +14,7 @@ from streams.machine import Policy
 
 import gear_loader as gear
 
+pytest.importorskip("zstandard", reason="needs zstandard: pip install '.[codecs]'")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 DEVICE = torch.device("cuda", 1)
 PACKED = {"windows": gear.Whole(), "layout": "packed"}
@@ -27,13 +28,19 @@ def filled() -> gear.Table:
         "x": gear.Column(torch.int32, (None, 2)),
         "text": gear.Column(str),
         "y": gear.Column(torch.float32),
+        "coded": gear.Column(torch.float32, (3,), codec="zstd"),
     }
     sizes = {"max_steps": 200, "max_trajectories": 20, "block_steps": 4}
     table = gear.Table.create(columns, memory=gear.Memory(payload="64KiB"), **sizes)
     for length in range(1, 12):
         values = [random.integers(0, 9, (n, 2), dtype=np.int32) for n in random.integers(0, 20, length)]
         table.add(
-            {"x": values, "text": ["z" * len(each) for each in values], "y": np.zeros(length, np.float32)}
+            {
+                "x": values,
+                "text": ["z" * len(each) for each in values],
+                "y": np.zeros(length, np.float32),
+                "coded": random.random((length, 3), dtype=np.float32),
+            }
         )
     return table
 
@@ -44,6 +51,7 @@ def grouped() -> gear.Table:
     columns = {
         "x": gear.Column(torch.int32, (None, 2), per="group"),
         "text": gear.Column(str, per="group"),
+        "coded": gear.Column(torch.float32, (3,), codec="zstd", per="group"),
         "y": gear.Column(torch.float32),
     }
     sizes = {"max_steps": 400, "max_trajectories": 30, "block_steps": 4}
@@ -51,6 +59,7 @@ def grouped() -> gear.Table:
     steps = lambda n: {"y": random.random(n, dtype=np.float32)}  # noqa: E731
     for group in range(4):
         values = {"x": random.integers(0, 9, (9 * group, 2), dtype=np.int32), "text": "z" * group}
+        values["coded"] = random.random(3, dtype=np.float32)
         first = table.add({**steps(12 + group), **values})
         table.extend([steps(n) for n in (1, 4, 9)], prefix=first, prefix_steps=3 + 2 * group)
     return table
