@@ -22,6 +22,7 @@ from gear_loader.storage.operations.extents import (
     SLOT,
     extent_size,
 )
+from gear_loader.storage.prefixes import leaders_of
 from gear_loader.storage.ragged import Ragged, Values, texts
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.region import Region
@@ -149,7 +150,10 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
             begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T
             which = np.searchsorted(extents[:, 0], begins, side="right") - 1
             inside = (begins >= extents[which, 0] + HEADER) & (begins + sizes <= extents[which, 1])
-            own = (extents[which, 2] == slot) & (extents[which, 3] == index.generation[slot])
+            owner, generation = slot, index.generation[slot]
+            if schema[name].group and len(index.prefix):
+                owner, generation = (int(each[0]) for each in leaders_of(index, np.array([slot])))
+            own = (extents[which, 2] == owner) & (extents[which, 3] == generation)
             assert (inside & own).all(), f"values of column {name!r} of slot {slot} lie in memory of others"
 
 

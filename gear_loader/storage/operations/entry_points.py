@@ -269,8 +269,8 @@ def _evict(p, steps, how):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_payload(p, heap, slots, generations, runs, sizes, offsets):  # type: ignore[no-untyped-def]
-    return take_payload(view_at(p), heap, slots, generations, runs, sizes, offsets)
+def _take_payload(p, heap, slots, generations, runs, sizes, kept, offsets):  # type: ignore[no-untyped-def]
+    return take_payload(view_at(p), heap, slots, generations, runs, sizes, kept, offsets)
 
 
 @compiled

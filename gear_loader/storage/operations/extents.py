@@ -7,7 +7,8 @@
                   size, slot, generation, next   int64; then the values
 
 A value that no gap can hold is split: it has extents of its own, of which each names the next.
-An extent is in use as long as its slot has that generation and is not FREE; else it is a gap. So nothing here changes
+An extent is in use as long as its slot has that generation and is not FREE, or other slots have it as their leader (see
+`prefixes.py`); else it is a gap. So nothing here changes
 when trajectories are evicted, aborted or recovered, and readers keep values as they keep blocks. The cursor is always
 the beginning of an extent, or the end. A process that is killed leaves extents that follow one another: sizes and
 owners are written when nobody refers to what they change.
@@ -40,15 +41,28 @@ def extent_size(heap: Any, at: Any) -> Any:
 
 
 @inlined
-def is_used(v: Any, heap: Any, at: Any) -> Any:
-    """Whether a trajectory has the extent that begins at byte `at`."""
+def is_own(v: Any, heap: Any, at: Any) -> Any:
+    """Whether the slot of the extent that begins at byte `at` has the trajectory that it was stored with."""
     slot = heap[at // 8 + SLOT]
     require(slot < v.num_slots)
     return slot >= 0 and v.state[slot] != FREE and v.generation[slot] == heap[at // 8 + GENERATION]
 
 
 @inlined
-def find_gap(v: Any, heap: Any, need: Any) -> Any:
+def is_used(v: Any, heap: Any, at: Any, kept: Any) -> Any:
+    """Whether a trajectory has the extent that begins at byte `at`."""
+    if is_own(v, heap, at):
+        return True
+    slot = heap[at // 8 + SLOT]
+    if slot < 0 or len(kept) == 0:
+        return False
+    leader = heap[at // 8 + GENERATION] * v.num_slots + slot
+    place = np.searchsorted(kept, leader)
+    return place < len(kept) and kept[place] == leader
+
+
+@inlined
+def find_gap(v: Any, heap: Any, need: Any, kept: Any) -> Any:
     """Where the next gap of at least `need` bytes begins, from the cursor on.
 
     Gaps that follow one another are joined on the way.
@@ -66,10 +80,10 @@ def find_gap(v: Any, heap: Any, need: Any) -> Any:
             continue
         size = extent_size(heap, at)
         following = at + size
-        if is_used(v, heap, at):
+        if is_used(v, heap, at, kept):
             at = following
             continue
-        while following < end and not is_used(v, heap, following):
+        while following < end and not is_used(v, heap, following, kept):
             if following == heap[CURSOR]:
                 heap[CURSOR] = at
                 fence()
@@ -109,11 +123,11 @@ def keep(heap: Any, gap: Any, at: Any, slot: Any, generation: Any) -> None:
 
 
 @inlined
-def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any) -> Any:
+def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any, kept: Any) -> Any:
     """Give gaps that can together hold a value of `size` bytes to a slot; return where the first of them begins."""
     first, last = -1, -1
     while size > 0:
-        gap = find_gap(v, heap, LEAST)
+        gap = find_gap(v, heap, LEAST, kept)
         require(gap > 0)
         part = min(size, extent_size(heap, gap) - HEADER)
         keep(heap, gap, gap + HEADER + part, slot, generation)
@@ -135,13 +149,15 @@ def give_back(v: Any, heap: Any, slots: Any) -> None:
     at, end = FIRST, len(heap) * 8
     while at < end:
         size = extent_size(heap, at)
-        if is_used(v, heap, at) and mine[heap[at // 8 + SLOT]]:
+        if is_own(v, heap, at) and mine[heap[at // 8 + SLOT]]:
             heap[at // 8 + SLOT] = -1
         at += size
 
 
 @inlined
-def take_payload(v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, offsets: Any) -> Any:
+def take_payload(
+    v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, kept: Any, offsets: Any
+) -> Any:
     """Find places for all values of trajectories that are being written, or for none.
 
     Whoever waits for room so holds none that others wait for, and no gaps are left between its own values.
@@ -152,6 +168,7 @@ def take_payload(v: Any, heap: Any, slots: Any, generations: Any, runs: Any, siz
         heap: int64, see the module. slots, generations: int64 [n], in state WRITING.
         runs: int64 [R, 3], ascending: number of the trajectory, and first and end of its values in `sizes`.
         sizes: int64 [V], bytes.
+        kept: int64 [K], of `prefixes.kept_leaders`.
         offsets: int64 [V], output: first byte of each, 0 of empty ones; negative: of the first extent of a split one.
 
     Returns:
@@ -177,14 +194,14 @@ def take_payload(v: Any, heap: Any, slots: Any, generations: Any, runs: Any, siz
             if size > 0 and (gap < 0 or at + size > limit):
                 if gap >= 0:
                     keep(heap, gap, at, slots[owner], generations[owner])
-                gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN)
+                gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN, kept)
                 if gap <= 0 and -gap < size:
                     if i > 0:
                         give_back(v, heap, slots)
                     return SHORT
                 if gap <= 0:
                     gap = -1
-                    offsets[i] = -split_value(v, heap, size, slots[owner], generations[owner])
+                    offsets[i] = -split_value(v, heap, size, slots[owner], generations[owner], kept)
                     continue
                 at, limit = gap + HEADER, gap + extent_size(heap, gap)
             if size > 0:
