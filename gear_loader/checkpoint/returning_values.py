@@ -11,6 +11,7 @@ from gear_loader.storage.disk_records import rows_of
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.operations.view import DONE
 from gear_loader.storage.payload import write_payload
+from gear_loader.storage.prefixes import kept_leaders
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.utils.arrays import Array, data_address
 
@@ -49,9 +50,13 @@ class ReturningValues:
                 total[i] += int(rows_of(records).sum()) * values.row_bytes
         most = engine.region.layout.payload if most_bytes is None else most_bytes
         self._payloads = [self._payload(i) if total[i] <= most else None for i in range(len(slots))]
-        ops, where = engine.index.arrays.ops, engine.index.arrays.where
-        heap = self._heap = engine.region.payload()
-        engine.index.recovery.locked(lambda: ops.forget_payload(where, heap, slots))
+        arrays, heap = engine.index.arrays, engine.region.payload()
+        self._heap = heap
+
+        def forget() -> None:
+            arrays.ops.forget_payload(arrays.where, heap, slots, kept_leaders(arrays))
+
+        engine.index.recovery.locked(forget)
         self._offsets: Array = np.empty(0, dtype=np.int64)
 
     def _payload(self, i: int) -> Payload:
@@ -85,8 +90,14 @@ class ReturningValues:
         self._offsets = np.zeros(len(payload.sizes), dtype=np.int64)
         arrays.counters[COMING_BACK] = int(self._slots[i]) + 1
         try:
-            given = self._slots[who], self._generations[who], payload.runs, payload.sizes, self._offsets
-            answer: int = arrays.ops.take_payload(arrays.where, self._heap, *given)
+            given = (
+                self._slots[who],
+                self._generations[who],
+                payload.runs,
+                payload.sizes,
+                kept_leaders(arrays),
+            )
+            answer: int = arrays.ops.take_payload(arrays.where, self._heap, *given, self._offsets)
         finally:
             arrays.counters[COMING_BACK] = 0
         return answer == DONE

@@ -82,9 +82,22 @@ class TableSource:
             if not mover.layout.ragged:
                 return
             with contextlib.suppress(MovedRowsError):  # else what was on disk has been written anew meanwhile
-                shown = buffers.rows(len(rows))
-                buffers.ragged = read_ragged(self.only, mover.layout.ragged, shown, pinned=mover.pinned)
+                self._read_ragged(mover, buffers, rows)
                 return
+
+    def _read_ragged(self, mover: RowMover, buffers: Any, rows: Any) -> None:
+        layout, shown = mover.layout, buffers.rows(len(rows))
+        grouped = (
+            {name: each for name, each in layout.ragged.items() if layout.column_of(name).group}
+            if layout.packed and layout.tree
+            else {}
+        )
+        others = {name: each for name, each in layout.ragged.items() if name not in grouped}
+        buffers.ragged = read_ragged(self.only, others, shown, pinned=mover.pinned)
+        if grouped:
+            leaders = torch.from_numpy(buffers.leaders)
+            shown = {name: shown[name][leaders] for name in ("index", *grouped)}
+            buffers.ragged |= read_ragged(self.only, grouped, shown, pinned=mover.pinned)
 
 
 class _Staged(RowMover):

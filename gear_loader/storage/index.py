@@ -65,7 +65,7 @@ from gear_loader.storage.operations.view import (
     START,
     UNREADY,
 )
-from gear_loader.storage.prefixes import Prefixes, set_prefixes
+from gear_loader.storage.prefixes import Prefixes, kept_leaders, set_prefixes
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
@@ -297,13 +297,14 @@ class Index:
             As `begin`; evictions are not undone.
         """
         offsets: Array = np.zeros(len(payload.sizes), dtype=np.int64)
-        given = slots, generations, payload.runs, payload.sizes, offsets
+        given = slots, generations, payload.runs, payload.sizes
         ops, where, counters = self.arrays.ops, self.arrays.where, self.arrays.counters
         needed = min(heap.nbytes, int(payload.sizes.sum()))
 
         def attempt() -> int:
             while True:
-                answer: int = ops.take_payload(where, heap, *given)
+                ops.reclaim(where)
+                answer: int = ops.take_payload(where, heap, *given, kept_leaders(self.arrays), offsets)
                 if answer == DONE:
                     return answer
                 if counters[NUM_RETIRED]:

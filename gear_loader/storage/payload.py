@@ -24,6 +24,7 @@ from gear_loader.storage.operations.extents import (
     SLOT,
     extent_size,
 )
+from gear_loader.storage.prefixes import kept_leaders, leaders_of
 from gear_loader.storage.ragged import Ragged, Values, texts
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.region import Region
@@ -59,8 +60,12 @@ def used_bytes(region: Region, index: Index) -> Array:
     """Bytes of the memory of ragged values that each slot has, with headers and padding, int64 [slots]."""
     used: Array = np.zeros(index.arrays.num_slots, dtype=np.int64)
     if region.layout.payload:
-        ops, where, heap = index.arrays.ops, index.arrays.where, region.payload()
-        index.recovery.read(lambda: ops.measure_payload(where, heap, used))
+        arrays, heap = index.arrays, region.payload()
+
+        def measure() -> None:
+            arrays.ops.measure_payload(arrays.where, heap, kept_leaders(arrays), used)
+
+        index.recovery.read(measure)
     return used
 
 
@@ -203,7 +208,10 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
             begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T
             which = np.searchsorted(extents[:, 0], begins, side="right") - 1
             inside = (begins >= extents[which, 0] + HEADER) & (begins + sizes <= extents[which, 1])
-            own = (extents[which, 2] == slot) & (extents[which, 3] == index.generation[slot])
+            owner, generation = slot, index.generation[slot]
+            if schema[name].group and len(index.prefix):
+                owner, generation = (int(each[0]) for each in leaders_of(index, np.array([slot])))
+            own = (extents[which, 2] == owner) & (extents[which, 3] == generation)
             assert (inside & own).all(), f"values of column {name!r} of slot {slot} lie in memory of others"
 
 

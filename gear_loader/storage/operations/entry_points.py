@@ -269,18 +269,18 @@ def _evict(p, steps, how):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_payload(p, heap, slots, generations, runs, sizes, offsets):  # type: ignore[no-untyped-def]
-    return take_payload(view_at(p), heap, slots, generations, runs, sizes, offsets)
+def _take_payload(p, heap, slots, generations, runs, sizes, kept, offsets):  # type: ignore[no-untyped-def]
+    return take_payload(view_at(p), heap, slots, generations, runs, sizes, kept, offsets)
 
 
 @compiled
-def _measure_payload(p, heap, used):  # type: ignore[no-untyped-def]
-    measure_payload(view_at(p), heap, used)
+def _measure_payload(p, heap, kept, used):  # type: ignore[no-untyped-def]
+    measure_payload(view_at(p), heap, kept, used)
 
 
 @compiled
-def _forget_payload(p, heap, slots):  # type: ignore[no-untyped-def]
-    forget_payload(view_at(p), heap, slots)
+def _forget_payload(p, heap, slots, kept):  # type: ignore[no-untyped-def]
+    forget_payload(view_at(p), heap, slots, kept)
 
 
 @compiled

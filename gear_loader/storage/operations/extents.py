@@ -8,10 +8,10 @@
 
 A value that no gap can hold is split: it has extents of its own, of which each names the next.
 An extent is in use as long as its slot has that generation and is not FREE, and its trajectory does not lie on disk
-only, or blocks are still parked for readers; else it is a gap. So nothing here changes when trajectories are evicted,
-aborted, spilled or recovered, and readers keep values as they keep blocks. The cursor is always the beginning of an
-extent, or the end. A process that is killed leaves extents that follow one another: sizes and
-owners are written when nobody refers to what they change.
+only, or blocks are still parked for readers; or as other slots have it as their leader (see `prefixes.py`); else it is
+a gap. So nothing here changes when trajectories are evicted, aborted, spilled or recovered, and readers keep values as
+they keep blocks. The cursor is always the beginning of an extent, or the end. A process that is killed leaves extents
+that follow one another: sizes and owners are written when nobody refers to what they change.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def extent_size(heap: Any, at: Any) -> Any:
 
 
 @inlined
-def is_used(v: Any, heap: Any, at: Any) -> Any:
-    """Whether a trajectory has the extent that begins at byte `at`."""
+def is_own(v: Any, heap: Any, at: Any) -> Any:
+    """Whether the slot of the extent that begins at byte `at` has the trajectory that it was stored with."""
     slot = heap[at // 8 + SLOT]
     require(slot < v.num_slots)
     if slot < 0 or v.state[slot] == FREE or v.generation[slot] != heap[at // 8 + GENERATION]:
@@ -53,7 +53,20 @@ def is_used(v: Any, heap: Any, at: Any) -> Any:
 
 
 @inlined
-def find_gap(v: Any, heap: Any, need: Any) -> Any:
+def is_used(v: Any, heap: Any, at: Any, kept: Any) -> Any:
+    """Whether a trajectory has the extent that begins at byte `at`."""
+    if is_own(v, heap, at):
+        return True
+    slot = heap[at // 8 + SLOT]
+    if slot < 0 or len(kept) == 0:
+        return False
+    leader = heap[at // 8 + GENERATION] * v.num_slots + slot
+    place = np.searchsorted(kept, leader)
+    return place < len(kept) and kept[place] == leader
+
+
+@inlined
+def find_gap(v: Any, heap: Any, need: Any, kept: Any) -> Any:
     """Where the next gap of at least `need` bytes begins, from the cursor on.
 
     Gaps that follow one another are joined on the way.
@@ -71,10 +84,10 @@ def find_gap(v: Any, heap: Any, need: Any) -> Any:
             continue
         size = extent_size(heap, at)
         following = at + size
-        if is_used(v, heap, at):
+        if is_used(v, heap, at, kept):
             at = following
             continue
-        while following < end and not is_used(v, heap, following):
+        while following < end and not is_used(v, heap, following, kept):
             if following == heap[CURSOR]:
                 heap[CURSOR] = at
                 fence()
@@ -114,11 +127,11 @@ def keep(heap: Any, gap: Any, at: Any, slot: Any, generation: Any) -> None:
 
 
 @inlined
-def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any) -> Any:
+def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any, kept: Any) -> Any:
     """Give gaps that can together hold a value of `size` bytes to a slot; return where the first of them begins."""
     first, last = -1, -1
     while size > 0:
-        gap = find_gap(v, heap, LEAST)
+        gap = find_gap(v, heap, LEAST, kept)
         require(gap > 0)
         part = min(size, extent_size(heap, gap) - HEADER)
         keep(heap, gap, gap + HEADER + part, slot, generation)
@@ -140,38 +153,46 @@ def give_back(v: Any, heap: Any, slots: Any) -> None:
     at, end = FIRST, len(heap) * 8
     while at < end:
         size = extent_size(heap, at)
-        if is_used(v, heap, at) and mine[heap[at // 8 + SLOT]]:
+        if is_own(v, heap, at) and mine[heap[at // 8 + SLOT]]:
             heap[at // 8 + SLOT] = -1
         at += size
 
 
 @inlined
-def forget_payload(v: Any, heap: Any, slots: Any) -> None:
-    """Make gaps of what trajectories on disk had in memory: they come back, with extents of their own."""
+def forget_payload(v: Any, heap: Any, slots: Any, kept: Any) -> None:
+    """Make gaps of what trajectories on disk had in memory: they come back, with extents of their own.
+
+    `kept`: as for `take_payload`.
+    """
     mine = np.zeros(v.num_slots, dtype=np.bool_)
     for i in range(len(slots)):
         mine[slots[i]] = True
     at, end = FIRST, len(heap) * 8
     while heap[CURSOR] != 0 and at < end:
         slot = heap[at // 8 + SLOT]
-        if slot >= 0 and not is_used(v, heap, at) and mine[slot]:
+        if slot >= 0 and not is_used(v, heap, at, kept) and mine[slot]:
             heap[at // 8 + SLOT] = -1
         at += extent_size(heap, at)
 
 
 @inlined
-def measure_payload(v: Any, heap: Any, used: Any) -> None:
-    """Add the bytes of the extents of each slot, with their headers, to `used`, int64 [slots]."""
+def measure_payload(v: Any, heap: Any, kept: Any, used: Any) -> None:
+    """Add the bytes of the extents of each slot, with their headers, to `used`, int64 [slots].
+
+    `kept`: as for `take_payload`.
+    """
     at, end = FIRST, len(heap) * 8
     while heap[CURSOR] != 0 and at < end:
         size = extent_size(heap, at)
-        if is_used(v, heap, at):
+        if is_used(v, heap, at, kept):
             used[heap[at // 8 + SLOT]] += size
         at += size
 
 
 @inlined
-def take_payload(v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, offsets: Any) -> Any:
+def take_payload(
+    v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, kept: Any, offsets: Any
+) -> Any:
     """Find places for all values of trajectories that are being written, or for none.
 
     Whoever waits for room so holds none that others wait for, and no gaps are left between its own values.
@@ -182,6 +203,7 @@ def take_payload(v: Any, heap: Any, slots: Any, generations: Any, runs: Any, siz
         heap: int64, see the module. slots, generations: int64 [n], in state WRITING.
         runs: int64 [R, 3], ascending: number of the trajectory, and first and end of its values in `sizes`.
         sizes: int64 [V], bytes.
+        kept: int64 [K], of `prefixes.kept_leaders`.
         offsets: int64 [V], output: first byte of each, 0 of empty ones; negative: of the first extent of a split one.
 
     Returns:
@@ -207,14 +229,14 @@ def take_payload(v: Any, heap: Any, slots: Any, generations: Any, runs: Any, siz
             if size > 0 and (gap < 0 or at + size > limit):
                 if gap >= 0:
                     keep(heap, gap, at, slots[owner], generations[owner])
-                gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN)
+                gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN, kept)
                 if gap <= 0 and -gap < size:
                     if i > 0:
                         give_back(v, heap, slots)
                     return SHORT
                 if gap <= 0:
                     gap = -1
-                    offsets[i] = -split_value(v, heap, size, slots[owner], generations[owner])
+                    offsets[i] = -split_value(v, heap, size, slots[owner], generations[owner], kept)
                     continue
                 at, limit = gap + HEADER, gap + extent_size(heap, gap)
             if size > 0:
