@@ -52,7 +52,7 @@ def load_values(
     schema, heap = table.schema, table._engine.region.payload()
     names, files = list(schema.ragged), stored_columns(schema)
     reads = [read for read in reads if read.name in schema.ragged]
-    bounds = [_bounds(directory, read, ids) for read in reads]
+    bounds = [value_bounds(directory, read, ids) for read in reads]
     owners = [np.searchsorted(first_ids, read.places, side="right") - 1 for read in reads]
     sizes: Array = np.zeros((len(slots), len(names)), dtype=np.int64)
     for read, found, owner in zip(reads, bounds, owners, strict=True):
@@ -95,7 +95,7 @@ def load_values(
     return 0
 
 
-def _bounds(directory: Directory, read: ColumnRead, ids: Array) -> Array:
+def value_bounds(directory: Directory, read: ColumnRead, ids: Array) -> Array:
     """First row of the values of each trajectory of a read in their file, and the row after their last; int64 [n, 2].
 
     Raises:

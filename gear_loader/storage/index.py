@@ -20,13 +20,16 @@ from gear_loader.storage.admission import Admission
 from gear_loader.storage.allocation import Allocator, Claim
 from gear_loader.storage.block_tables import BlockTables
 from gear_loader.storage.counters import (
+    DISK_FULL,
     FIRST_SEQUENCE,
     NEXT_SEQUENCE,
     NUM_FREE_BLOCKS,
     NUM_LOST,
+    NUM_PARKED,
     NUM_READY,
     NUM_RETIRED,
     NUM_SAMPLED,
+    NUM_SPILLED,
     NUM_STEPS,
     NUM_WRITING,
     ORIGIN,
@@ -58,6 +61,7 @@ from gear_loader.storage.operations.view import (
     REFUSE,
     REQUEST_HEAD,
     REQUEST_NOW,
+    SPILL,
     START,
     UNREADY,
 )
@@ -68,6 +72,7 @@ from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY, WRITING
+from gear_loader.storage.tier_counts import WANTED_BYTES
 from gear_loader.utils.arrays import Array
 
 INLINE_BYTES = 512 * 1024
@@ -294,6 +299,7 @@ class Index:
         offsets: Array = np.zeros(len(payload.sizes), dtype=np.int64)
         given = slots, generations, payload.runs, payload.sizes
         ops, where, counters = self.arrays.ops, self.arrays.where, self.arrays.counters
+        needed = min(heap.nbytes, int(payload.sizes.sum()))
 
         def attempt() -> int:
             while True:
@@ -303,6 +309,12 @@ class Index:
                     return answer
                 if counters[NUM_RETIRED]:
                     return READ
+                if self.arrays.tier is not None and not (counters[DISK_FULL] and evict != REFUSE):
+                    if counters[NUM_READY] == counters[NUM_SPILLED] and not counters[NUM_PARKED]:
+                        return FULL if counters[NUM_WRITING] == len(slots) else BUSY
+                    tier = self.arrays.tier_counts
+                    tier[WANTED_BYTES] = max(int(tier[WANTED_BYTES]), needed)
+                    return SPILL
                 if evict == REFUSE:
                     return answer
                 if not counters[NUM_READY]:
@@ -601,7 +613,12 @@ class Index:
         return self.recovery.locked(spill)
 
     def promote(
-        self, slot: int, generation: int, known: tuple[int, int, int], write: Callable[[Array], None]
+        self,
+        slot: int,
+        generation: int,
+        known: tuple[int, int, int],
+        write: Callable[[Array], None],
+        place: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Bring a trajectory that lies on disk only back into memory.
 
@@ -609,10 +626,10 @@ class Index:
             slot, generation: the trajectory.
             known: its steps, final steps, and bits of filled columns before its rows were read from disk.
             write: copies its rows into blocks, int32 [blocks]; called under the lock.
+            place: finds room for its ragged values, if there is some; called under the lock before.
 
         Returns:
-            False, having done nothing, if it is gone, in memory already or was in between, or too few blocks are
-            free.
+            False, having done nothing, if it is gone, in memory already or was in between, or there is too little room.
         """
         arrays = self.arrays
 
@@ -621,6 +638,8 @@ class Index:
             if (int(extent[0]), int(extent[2]), int(filled_bits(arrays, np.array([slot]))[0])) != known:
                 return False
             ids = np.empty(int(arrays.blocks_of(extent[0] + extent[2])), dtype=np.int32)
+            if extent[1] >= 0 or not place():
+                return False
             answer = arrays.ops.take_back(arrays.where, slot, generation, ids)
             if answer == FLIP and self.allocator.flip(-1):
                 answer = arrays.ops.take_back(arrays.where, slot, generation, ids)

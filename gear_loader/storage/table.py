@@ -196,9 +196,13 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
+        coded = [name for name, values in layout.schema.ragged.items() if values.coded is not None]
+        if tier is not None and coded:
+            raise SchemaError(
+                f"The columns {coded} have a codec, and the disk has a size; expected one of both. Give the table a "
+                "disk without a size, or memory for all values."
+            )
         check_packages(layout.schema.ragged.values())
-        if tier is not None:
-            check_fixed(layout.schema, "a table whose disk has a size takes")
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))

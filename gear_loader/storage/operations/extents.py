@@ -7,10 +7,11 @@
                   size, slot, generation, next   int64; then the values
 
 A value that no gap can hold is split: it has extents of its own, of which each names the next.
-An extent is in use as long as its slot has that generation and is not FREE, or other slots have it as their leader (see
-`prefixes.py`); else it is a gap. So nothing here changes
-when trajectories are evicted, aborted or recovered, and readers keep values as they keep blocks. The cursor is always
-the beginning of an extent, or the end. A process that is killed leaves extents that follow one another: sizes and
+An extent is in use as long as its slot has that generation and is not FREE, and its trajectory does not lie on disk
+only, or blocks are still parked for readers; or other slots have it as their leader (see `prefixes.py`). Else it is a
+gap. So nothing here changes when trajectories are evicted, aborted, spilled or recovered, and readers keep values as
+they keep blocks. The cursor is always the beginning of an extent, or the end. A process that is killed leaves extents
+that follow one another: sizes and
 owners are written when nobody refers to what they change.
 """
 
@@ -21,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from gear_loader.native.compile import inlined
+from gear_loader.storage.counters import COMING_BACK, NUM_PARKED
 from gear_loader.storage.operations.lifecycle import reclaim
 from gear_loader.storage.operations.view import DONE, SHORT, fence, require
-from gear_loader.storage.states import FREE
+from gear_loader.storage.states import FREE, WRITING
 
 CURSOR = 0
 FIRST, HEADER, GRAIN = 64, 32, 16  # bytes
@@ -45,12 +47,15 @@ def is_own(v: Any, heap: Any, at: Any) -> Any:
     """Whether the slot of the extent that begins at byte `at` has the trajectory that it was stored with."""
     slot = heap[at // 8 + SLOT]
     require(slot < v.num_slots)
-    return slot >= 0 and v.state[slot] != FREE and v.generation[slot] == heap[at // 8 + GENERATION]
+    if slot < 0 or v.state[slot] == FREE or v.generation[slot] != heap[at // 8 + GENERATION]:
+        return False
+    inside = v.extent[slot, 1] >= 0 or v.state[slot] == WRITING
+    return inside or v.counters[NUM_PARKED] != 0 or v.counters[COMING_BACK] == slot + 1
 
 
 @inlined
 def is_used(v: Any, heap: Any, at: Any, kept: Any) -> Any:
-    """Whether a trajectory has the extent that begins at byte `at`."""
+    """Whether a trajectory has the extent that begins at byte `at`; kept: see `take_payload`."""
     if is_own(v, heap, at):
         return True
     slot = heap[at // 8 + SLOT]
@@ -151,6 +156,31 @@ def give_back(v: Any, heap: Any, slots: Any) -> None:
         size = extent_size(heap, at)
         if is_own(v, heap, at) and mine[heap[at // 8 + SLOT]]:
             heap[at // 8 + SLOT] = -1
+        at += size
+
+
+@inlined
+def forget_payload(v: Any, heap: Any, slots: Any) -> None:
+    """Make gaps of what trajectories on disk had in memory: they come back, with extents of their own."""
+    mine = np.zeros(v.num_slots, dtype=np.bool_)
+    for i in range(len(slots)):
+        mine[slots[i]] = True
+    at, end = FIRST, len(heap) * 8
+    while heap[CURSOR] != 0 and at < end:
+        slot = heap[at // 8 + SLOT]
+        if slot >= 0 and not is_own(v, heap, at) and mine[slot]:
+            heap[at // 8 + SLOT] = -1
+        at += extent_size(heap, at)
+
+
+@inlined
+def measure_payload(v: Any, heap: Any, kept: Any, used: Any) -> None:
+    """Add the bytes of the extents of each slot, with their headers, to `used`, int64 [slots]; kept: see `is_used`."""
+    at, end = FIRST, len(heap) * 8
+    while heap[CURSOR] != 0 and at < end:
+        size = extent_size(heap, at)
+        if is_used(v, heap, at, kept):
+            used[heap[at // 8 + SLOT]] += size
         at += size
 
 
