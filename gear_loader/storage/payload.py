@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.native.ragged_copies import measure_values, read_values, write_values
+from gear_loader.native.ragged_copies import (
+    PIECE_WIDTH,
+    list_values,
+    measure_values,
+    read_values,
+    write_values,
+)
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -54,11 +60,14 @@ class PayloadReader:
 
     Args:
         region: of the table. check: raises CorruptTableError if so many records are invalid.
+
+    Attributes:
+        address: of the payload memory.
     """
 
     def __init__(self, region: Region, check: Callable[[int], None]) -> None:
         heap = region.payload()
-        self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
+        self._hold, self.address, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
 
     def read(self, values: Values, records: Array, shape: tuple[int, ...], *, pinned: bool = False) -> Any:
         """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, or lists of text.
@@ -73,11 +82,9 @@ class PayloadReader:
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places = offsets.numpy()
-        self._check(int(measure_values(records, row_bytes, FIRST, self._end, places)))
-        memory = torch.empty(
-            (int(places[-1]), *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned
-        )
-        self._check(self.copy(records, row_bytes, 0, int(places[-1]) * row_bytes, memory.data_ptr()))
+        rows = self.measure(records, row_bytes, places)
+        memory = torch.empty((rows, *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned)
+        self._check(self.copy(records, row_bytes, 0, rows * row_bytes, memory.data_ptr()))
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
@@ -85,6 +92,29 @@ class PayloadReader:
                 self._check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
+
+    def measure(self, records: Array, row_bytes: int, offsets: Array) -> int:
+        """Write the `Ragged.offsets` of records, int64 [n + 1]; return the rows of all. Errors as of `read`."""
+        self._check(int(measure_values(records, row_bytes, FIRST, self._end, offsets)))
+        return int(offsets[-1])
+
+    def list(
+        self, records: Array, row_bytes: int, unit: int, part_shift: int, size: int
+    ) -> tuple[Array, Array]:
+        """Pieces and ends of measured records, see `list_values`, for a GPU; `size`: bytes of all. Errors as of `read`.
+
+        It has them one after another, so pieces are at most as many as records, but for splits and ends of parts.
+        """
+        ends: Array = np.zeros(-(-size >> part_shift), dtype=np.int64)
+        count = len(records) + len(ends)
+        while True:
+            pieces: Array = np.empty((count, PIECE_WIDTH), dtype=np.int32)
+            count = int(
+                list_values(self.address, self._end, records, row_bytes, unit, part_shift, pieces, ends)
+            )
+            self._check(int(count < 0))
+            if count <= len(pieces):
+                return pieces[:count], ends
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""
@@ -97,7 +127,7 @@ class PayloadReader:
             records: int64 [n, 2], contiguous. row_bytes: of a row. skip, size: first byte, and number of bytes.
             address: of the memory that they are copied to.
         """
-        return int(read_values(self._base, self._end, FIRST, records, row_bytes, skip, size, address))
+        return int(read_values(self.address, self._end, FIRST, records, row_bytes, skip, size, address))
 
 
 def check_payload(region: Region, index: IndexArrays) -> None:
