@@ -86,14 +86,15 @@ def test_values_stay_until_the_gpu_has_read_them(policy: Policy) -> None:
     with cuda.installed():
         columns = {"x": gear.Column(torch.int32, (None, 2)), "y": gear.Column(torch.float32)}
         sizes = {"max_steps": 80, "max_trajectories": 20, "block_steps": 4, "on_full": "evict_oldest"}
-        with gear.Table.create(columns, memory=gear.Memory(payload="24KiB"), **sizes) as table:
+        with gear.Table.create(columns, memory=gear.Memory(payload="20KiB"), **sizes) as table:
             for number in range(20):
                 table.add(rows(number))
             dataset = gear.ReplayDataset(table, batch_size=3, device=DEVICE, batches_per_epoch=20, **PACKED)
             batches, found = iter(dataset), []
-            for number in range(20, 35):
+            for number in range(20, 140, 10):
                 found.append(kept(dataset.sample() if number % 3 else next(batches)))
-                table.add(rows(number))
+                for more in range(number, number + 10):
+                    table.add(rows(more))
             assert {each.zero_copy for each in dataset._buffers.collectors} == {True}
             found = [on_host(batch) for batch in found]
             del dataset, batches
