@@ -319,7 +319,7 @@ class Engine:
     @functools.cached_property
     def payload(self) -> PayloadReader:
         """What reads ragged values."""
-        return PayloadReader(self.region, self.reader().check_gathered)
+        return PayloadReader(self.region, self.index.arrays, self.reader().check_gathered)
 
     def rows(self, index: int, *, final: bool = False) -> dict[str, Any] | None:
         """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
@@ -357,7 +357,7 @@ class Engine:
                     )
                 for name in self.schema.ragged:
                     if rows is not None and name in rows:
-                        rows[name] = self._read_ragged(name, rows[name])
+                        rows[name] = self._read_ragged(name, int(index), rows[name])
             ticket.end()
             return rows
         finally:
@@ -390,9 +390,10 @@ class Engine:
         late = self.schema.late
         return [name for name in self.schema if name not in late or bits >> late.index(name) & 1]
 
-    def _read_ragged(self, name: str, records: torch.Tensor) -> Any:
-        values = self.schema.ragged[name]
-        found = self.payload.read(values, records.numpy().reshape(-1, 2), (records.numel() // 2,))
+    def _read_ragged(self, name: str, slot: int, records: torch.Tensor) -> Any:
+        values, count = self.schema.ragged[name], records.numel() // 2
+        slots = np.full(count, slot)
+        found = self.payload.read(values, records.numpy().reshape(-1, 2), (count,), slots=slots)
         return found[0] if self.schema[name].trajectory else found
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:

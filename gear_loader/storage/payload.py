@@ -15,6 +15,7 @@ from gear_loader.native.ragged_copies import (
     read_values,
     write_values,
 )
+from gear_loader.storage.coded_values import CodedReader
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -59,27 +60,33 @@ class PayloadReader:
     """Reads ragged values of a table by their records, under a read ticket.
 
     Args:
-        region: of the table. check: raises CorruptTableError if so many records are invalid.
+        region, index: of the table. check: raises CorruptTableError if so many records are invalid.
 
     Attributes:
         address: of the payload memory.
     """
 
-    def __init__(self, region: Region, check: Callable[[int], None]) -> None:
+    def __init__(self, region: Region, index: IndexArrays, check: Callable[[int], None]) -> None:
         heap = region.payload()
+        self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
         self._hold, self.address, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
 
-    def read(self, values: Values, records: Array, shape: tuple[int, ...], *, pinned: bool = False) -> Any:
-        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, or lists of text.
+    def read(
+        self, values: Values, records: Array, shape: tuple[int, ...], *, slots: Array, pinned: bool = False
+    ) -> Any:
+        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or what
+        `decoding.decoded` makes of encoded ones.
 
         Args:
-            pinned: into pinned memory, except text.
+            slots: int64 [n], of their trajectories. pinned: into pinned memory, except text.
 
         Raises:
-            CorruptTableError: a record names no memory of the table.
+            CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
         """
-        pinned = pinned and values.kind == "array"
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
+        if values.coded is not None:
+            return self._coded.read(values, records, shape, slots, pinned=pinned)
+        pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places = offsets.numpy()
         rows = self.measure(records, row_bytes, places)
@@ -115,6 +122,13 @@ class PayloadReader:
             self._check(int(count < 0))
             if count <= len(pieces):
                 return pieces[:count], ends
+
+    def _check_bytes(self, records: Array) -> None:
+        offsets = np.empty(len(records) + 1, dtype=np.int64)
+        self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, offsets)))
+
+    def _copy_bytes(self, record: Array, address: int) -> None:
+        self._check(self.copy(record, 1, 0, abs(int(record[0, 1])), address))
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
+from gear_loader.storage.codecs import Codec, Coded
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.quick_check import Expected, located, located_list
 from gear_loader.storage.ragged import RECORD_DTYPE, RECORD_SHAPE, TEXTS, Values
@@ -29,6 +30,8 @@ _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 _MOST_DIMENSIONS = 64
 _OPTIONS = ("final", "cast", "trajectory", "late", "mutable", *TEXTS.values())
 """Options of a column that are stored with a table: True, ``per="trajectory"``, or text."""
+_CODEC = "codec="
+"""Begins the option of a column with a codec, followed by `Codec.to_text`."""
 _LARGEST_EXTENT = 2**37 - 1
 _MOST_LATE = 62
 """Most columns that are filled later: each has one bit of an int64 a trajectory."""
@@ -53,19 +56,23 @@ class Column:
         per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return.
             `Table.add` gets it as ``[*shape]``, `Writer.commit` as `trajectory`; batches have ``[B, *shape]`` of it. It
             is stored once, in the trajectory's first block.
-        final: whether trajectories may have one more value of this column after their last step: the observation that
-            follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never
-            an anchor.
+        final: whether a trajectory may have one more value of this column after its last step: the observation that
+            follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never an
+            anchor.
         cast: whether `Table.add`, `Table.extend` and `Writer.append` convert other dtypes, numbers and lists of them.
             They then take what numpy casts by its rule ``same_kind`` (float64 to float32, int64 to int32 or float32,
             but not floats to integers), of torch tensors too, with bfloat16 as a float; and integers in lists that the
             dtype holds. A number that overflows the dtype is an error. Stored with the table and its checkpoints.
-        late: whether the values follow after the trajectory was added, by `Table.fill`, once: a reward that a scorer
-            gives, advantages, log-probabilities of a reference model. `Table.add` and writers do not take the column.
-            A dataset that reads it draws only trajectories that have it.
-        mutable: whether `Table.set` may overwrite the values of steps: recurrent states, latents, targets that are
-            computed anew. The host gathers for datasets that read such a column, for a GPU too. `Shards` over NIXL
-            refuse it.
+        late: write-once: `Table.fill` writes the values, once, after the trajectory was added: a reward that a scorer
+            gives, advantages, log-probabilities of a reference model. `Table.add` and writers do not take the column. A
+            dataset that reads it draws only trajectories that have it.
+        mutable: whether `Table.set` may overwrite the values of steps: recurrent states, latents, recomputed targets.
+            Batches with such a column are gathered by the CPU, for a GPU too. `Shards` over NIXL refuse it.
+        codec: a `Codec` or its name, ``"jpeg"``, ``"png"``, ``"webp"``, ``"zstd"``, ``"lz4"`` or ``"video"``: values
+            are stored encoded, in the memory of ragged ones, and batches have them decoded. `Table.add` takes arrays
+            ``[T, *shape]``, or a list with an array or encoded bytes for each step. Of a fixed shape batches have
+            tensors as without a codec; where the first extent of ``"zstd"`` and ``"lz4"`` is None, a `Ragged`; where
+            height or width of images are None, lists of tensors.
 
     Raises:
         SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast, late or mutable
@@ -80,6 +87,7 @@ class Column:
     cast: bool = dataclasses.field(default=False, kw_only=True)
     late: bool = dataclasses.field(default=False, kw_only=True)
     mutable: bool = dataclasses.field(default=False, kw_only=True)
+    codec: Any = dataclasses.field(default=None, kw_only=True)
     dtype_name: str = dataclasses.field(init=False)
     """The stored name of the dtype, for example ``"float32"``."""
     ragged: Values | None = dataclasses.field(init=False, default=None)
@@ -97,6 +105,7 @@ class Column:
             cast: bool = False,
             late: bool = False,
             mutable: bool = False,
+            codec: Codec | str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -109,7 +118,13 @@ class Column:
             )
         given: Any = self.dtype
         text = TEXTS.get(given) if isinstance(given, type) else None
+        if self.codec is not None:
+            object.__setattr__(self, "codec", Codec.of(self.codec))
         if text is not None:
+            if self.codec is not None:
+                raise SchemaError(
+                    f"Column({given.__name__}) has codec={self.codec!r}; expected none of text."
+                )
             if self.shape not in ((), (None,)):
                 raise SchemaError(
                     f"Column({given.__name__}) has shape {shown(self.shape)}; expected no shape."
@@ -127,9 +142,14 @@ class Column:
             )
         object.__setattr__(self, "dtype_name", name)
         shape: Any = self.shape
-        ragged = isinstance(shape, (tuple, list)) and len(shape) > 0 and shape[0] is None
-        if ragged:
-            shape = shape[1:]
+        varies: list[int] = []
+        if isinstance(shape, (tuple, list)):
+            varies = [
+                place
+                for place, extent in enumerate(shape[: 1 if self.codec is None else 2])
+                if extent is None
+            ]
+            shape = [1 if place in varies else extent for place, extent in enumerate(shape)]
         if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool):
             shape = (shape,)
         try:
@@ -145,8 +165,16 @@ class Column:
                 f"Column shape {shown(self.shape)} is not a sequence of positive integers; expected the shape of one "
                 "step, for example (11,) or () for a scalar; the first may be None, of values of any length."
             )
-        if ragged:
-            self._make_ragged(Values(name, extents))
+        if self.codec is not None:
+            if self.codec.name == "video" and self.trajectory:
+                raise SchemaError(
+                    "A column has codec='video' and per='trajectory'; expected frames of steps."
+                )
+            found = tuple(None if place in varies else extent for place, extent in enumerate(extents))
+            self._make_ragged(Values("uint8", (), "coded", Coded(self.codec, name, found)))
+            return
+        if varies:
+            self._make_ragged(Values(name, extents[1:]))
             return
         object.__setattr__(self, "shape", extents)
         flag("Column cast", self.cast)
@@ -234,9 +262,9 @@ class Window:
             steps end at the last position), ``"tail"`` at the tail (they start at the first). ``"edge"`` leaves it in
             place and repeats the first or the last step of the trajectory instead of zeros, as frame stacks do; it is
             False in the mask all the same.
-        column: the column that is read, where the key of the batch has another name. So one column can have several
+        column: the column to read, if it is not named like the key in the batch. So one column can have several
             windows: ``{"obs": Window(1), "next_obs": Window(1, 1, column="obs")}``.
-        squeeze: of a window of one step, leave out the dimension of the steps: ``[B, *shape]``, and a mask ``[B]``.
+        squeeze: for a window of one step: leave out the step dimension: ``[B, *shape]``, and a mask ``[B]``.
         dtype: dtype in the batch, by default the column's: values are converted as by ``Tensor.to``.
         scale: factor of the values: ``(column * scale).to(dtype)``, as PyTorch computes it: the product of integers is
             float32. Images: ``Window(1, dtype=torch.bfloat16, scale=1 / 255)``.
@@ -445,7 +473,10 @@ class Schema(Mapping[str, Column]):
         for name, column in self.items():
             options = [option for option in _OPTIONS if getattr(column, option, False)]
             kind: tuple[str, list[Any]] = column.dtype_name, list(column.shape)
-            if column.ragged is not None:
+            if column.ragged is not None and column.ragged.coded is not None:
+                kind = column.ragged.coded.dtype_name, list(column.ragged.coded.shape)
+                options.append(_CODEC + column.codec.to_text())
+            elif column.ragged is not None:
                 kind = column.ragged.dtype_name, [None, *column.ragged.shape]
                 options += [column.ragged.kind] if column.ragged.kind in _OPTIONS else []
             rows.append([name, *kind, *options])
@@ -467,6 +498,11 @@ class Schema(Mapping[str, Column]):
             raise SchemaError(f"Columns {reprlib.repr(rows)} were received; expected a list of columns.")
         columns: dict[str, Column] = {}
         for row in rows:
+            codec = row[-1] if isinstance(row, list) and len(row) > 3 else None
+            codec = (
+                codec.removeprefix(_CODEC) if isinstance(codec, str) and codec.startswith(_CODEC) else None
+            )
+            row = row[:-1] if codec is not None else row
             fits = isinstance(row, list) and len(row) >= 3 and len(row) <= 3 + len(_OPTIONS)
             fits = fits and all(option in _OPTIONS and row[3:].count(option) == 1 for option in row[3:])
             if not fits:
@@ -483,7 +519,8 @@ class Schema(Mapping[str, Column]):
                 )
             fits = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
             if not fits or not all(
-                (type(extent) is int and 1 <= extent <= _LARGEST_EXTENT) or (extent is None and not place)
+                (type(extent) is int and 1 <= extent <= _LARGEST_EXTENT)
+                or (extent is None and place < (1 if codec is None else 2))
                 for place, extent in enumerate(shape)
             ):
                 raise SchemaError(
@@ -498,6 +535,8 @@ class Schema(Mapping[str, Column]):
                 raise SchemaError(
                     f"Column {reprlib.repr(row)} was received; expected text as uint8 of shape [None]."
                 )
+            if codec is not None:
+                given["codec"] = Codec.from_text(codec)
             named: Any = text or DtypeName(dtype)
             columns[name] = Column(named, tuple(shape), **given)
         return cls(columns)
