@@ -146,6 +146,70 @@ def read_values(base, end, first, records, row_bytes, on_disk, skip, size, out) 
     return bad
 
 
+BLOCK_SHIFT, PART_SHIFT = 20, 30
+"""Log2 of the bytes of a block of `list_values`, and of the bytes of values of a part."""
+PIECE_WIDTH = 5  # as `gear_loader.kernels.packed_plan` has it
+
+
+@njit(inline="always")
+def _put_piece(pieces, ends, count, place, size, at, unit, part_shift):  # type: ignore[no-untyped-def]
+    """Add bytes that lie one after another, cut where parts end; return how many pieces there are."""
+    part = int64(1) << part_shift
+    while size > 0:
+        taken = min(size, part - (at & part - 1))
+        if count < len(pieces):
+            pieces[count, 0], pieces[count, 1] = (
+                place >> BLOCK_SHIFT,
+                (place & (1 << BLOCK_SHIFT) - 1) // unit,
+            )
+            pieces[count, 2], pieces[count, 3], pieces[count, 4] = taken // unit, (at & part - 1) // unit, 0
+        count += 1
+        ends[at >> part_shift] = count
+        place, size, at = place + taken, size - taken, at + taken
+    return count
+
+
+@compiled
+def list_values(base, end, records, row_bytes, unit, part_shift, pieces, ends):  # type: ignore[no-untyped-def]
+    """List the pieces of memory that hold the values of records, as a GPU gathers them, one after another.
+
+    Args:
+        base, end: address and bytes of the payload. records: int64 [n, 2], checked by `measure_values`.
+        row_bytes: of a row. unit: bytes of which all places and sizes are multiples.
+        part_shift: log2 of the bytes of a part, in which the places of a piece are counted.
+        pieces: int32 [most, PIECE_WIDTH], output, see `gear_loader.kernels.packed_plan`: blocks are of
+            ``1 << BLOCK_SHIFT`` bytes, steps of `unit`.
+        ends: int64 [parts], output: the piece after the last one of each part.
+
+    Returns:
+        Number of pieces, of which those that `pieces` has no room for were not written; -1 if an extent is not valid.
+    """
+    words = carray(pointer(base), (end // 8,), np.int64)
+    count, begin, size, at = (
+        int64(0),
+        int64(0),
+        int64(0),
+        int64(0),
+    )  # of the piece that may go on: place, bytes, out
+    for i in range(len(records)):
+        place, left = records[i, 0], abs(records[i, 1]) * row_bytes
+        split = records[i, 1] < 0
+        while left > 0:
+            inside, taken = place, left
+            if split:
+                if place < _HEADER or place > end - _HEADER or place % 8 != 0:
+                    return -1
+                most = words[place // 8 + _SIZE] - _HEADER
+                if most <= 0 or most > end - _HEADER - place:
+                    return -1
+                inside, taken, place = place + _HEADER, min(left, most), words[place // 8 + _NEXT]
+            if inside != begin + size:
+                count = _put_piece(pieces, ends, count, begin, size, at, unit, part_shift)
+                begin, size, at = inside, int64(0), at + size
+            size, left = size + taken, left - taken
+    return _put_piece(pieces, ends, count, begin, size, at, unit, part_shift)
+
+
 @njit(inline="always")
 def _record(column, ids, place, step):  # type: ignore[no-untyped-def]
     """A record in its block."""

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_loader.native.ragged_copies import count_rows, measure_values, read_values, write_values
+from gear_loader.native.ragged_copies import (
+    PIECE_WIDTH,
+    count_rows,
+    list_values,
+    measure_values,
+    read_values,
+    write_values,
+)
 from gear_loader.storage.coded_values import CodedReader
 from gear_loader.storage.disk import ValueReader
 from gear_loader.storage.disk_records import parts_of, rows_of
@@ -81,6 +88,9 @@ class PayloadReader:
     Args:
         region, index: of the table. check: raises CorruptTableError if so many records are invalid.
         tier: returns what reads values on disk, of a table with a disk tier; else None.
+
+    Attributes:
+        address: of the payload memory.
     """
 
     def __init__(
@@ -92,7 +102,7 @@ class PayloadReader:
     ) -> None:
         heap = region.payload()
         self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
-        self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
+        self._hold, self.address, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
         self._tier = tier
         self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
@@ -115,13 +125,11 @@ class PayloadReader:
             return self._coded.read(values, records, shape, slots, pinned=pinned)
         pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        places, tiered = offsets.numpy(), self._tier is not None
-        self._check(int(measure_values(records, row_bytes, FIRST, self._end, tiered, places)))
-        memory = torch.empty(
-            (int(places[-1]), *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned
-        )
+        places = offsets.numpy()
+        rows = self.measure(records, row_bytes, places)
+        memory = torch.empty((rows, *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned)
         flat = memory.reshape(-1).view(torch.uint8).numpy()
-        self._check(self.copy(values, records, 0, int(places[-1]), flat))
+        self._check(self.copy(values, records, 0, rows, flat))
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
@@ -130,13 +138,38 @@ class PayloadReader:
                 raise
         return Ragged._of(memory, offsets, shape)
 
+    def measure(self, records: Array, row_bytes: int, offsets: Array) -> int:
+        """Write the `Ragged.offsets` of records, int64 [n + 1]; return the rows of all. Errors as of `read`."""
+        self._check(
+            int(measure_values(records, row_bytes, FIRST, self._end, self._tier is not None, offsets))
+        )
+        return int(offsets[-1])
+
+    def list(
+        self, records: Array, row_bytes: int, unit: int, part_shift: int, size: int
+    ) -> tuple[Array, Array]:
+        """Pieces and ends of measured records, see `list_values`, for a GPU; `size`: bytes of all. Errors as of `read`.
+
+        It has them one after another, so pieces are at most as many as records, but for splits and ends of parts.
+        """
+        ends: Array = np.zeros(-(-size >> part_shift), dtype=np.int64)
+        count = len(records) + len(ends)
+        while True:
+            pieces: Array = np.empty((count, PIECE_WIDTH), dtype=np.int32)
+            count = int(
+                list_values(self.address, self._end, records, row_bytes, unit, part_shift, pieces, ends)
+            )
+            self._check(int(count < 0))
+            if count <= len(pieces):
+                return pieces[:count], ends
+
     def _check_bytes(self, records: Array) -> None:
         offsets = np.empty(len(records) + 1, dtype=np.int64)
         self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, False, offsets)))
 
     def _copy_bytes(self, record: Array, address: int) -> None:
         size = abs(int(record[0, 1]))
-        self._check(int(read_values(self._base, self._end, FIRST, record, 1, False, 0, size, address)))
+        self._check(int(read_values(self.address, self._end, FIRST, record, 1, False, 0, size, address)))
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""
@@ -154,7 +187,7 @@ class PayloadReader:
         """
         size, tiered = values.row_bytes, self._tier is not None
         given = FIRST, records, size, tiered, skip * size, count * size, out.ctypes.data
-        bad = int(read_values(self._base, self._end, *given))
+        bad = int(read_values(self.address, self._end, *given))
         if self._tier is not None and (records[:, 0] < 0).any():
             rows = rows_of(records)
             ends = np.cumsum(rows)
