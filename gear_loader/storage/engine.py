@@ -30,6 +30,7 @@ from gear_loader.storage.device_rows import DeviceRows
 from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index
+from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
 from gear_loader.storage.payload import PayloadReader, needed_bytes, write_payload
 from gear_loader.storage.priority_updates import PriorityUpdates
@@ -233,7 +234,12 @@ class Engine:
             if payload is not None:
                 assert claim.generations is not None
                 heap = self.region.payload()
-                offsets = index.place_payload(heap, payload, slots, claim.generations, evict=evict, wait=wait)
+                spots: Array = np.zeros((len(slots), SPOT_WIDTH), dtype=np.int64)
+                owners = slots, claim.generations, spots
+                offsets = index.place_payload(
+                    heap, payload.runs, payload.sizes, owners, evict=evict, wait=wait
+                )
+                assert offsets is not None
                 if not write_payload(payload, heap, offsets):
                     raise index.arrays.corrupt("a ragged value has a part outside of its memory")
             self._write(blocks, steps)

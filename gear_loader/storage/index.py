@@ -60,7 +60,6 @@ from gear_loader.storage.operations.view import (
     START,
     UNREADY,
 )
-from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
@@ -259,13 +258,28 @@ class Index:
         return stored
 
     def place_payload(
-        self, heap: Array, payload: Payload, slots: Array, generations: Array, *, evict: int, wait: bool
-    ) -> Array:
-        """Find places for ragged values of trajectories from `begin`, by the same policy.
+        self,
+        heap: Array,
+        runs: Array,
+        sizes: Array,
+        owners: tuple[Array, Array, Array],
+        *,
+        evict: int,
+        wait: bool,
+        ahead: int = 0,
+        check: Callable[[], int] | None = None,
+        then: Callable[[Array], None] | None = None,
+    ) -> Array | None:
+        """Find places for ragged values of trajectories, by the policy of `begin`.
 
         Args:
-            heap: int64, the table's payload memory. payload: the values. slots, generations: int64 [n], from `begin`.
+            heap: int64, the table's payload memory. runs, sizes, ahead: as for `extents.take_payload`.
+            owners: slots, generations and spots of the trajectories, as there, which are being written unless `check`
+                says otherwise.
             evict, wait: as for `begin`.
+            check: called under the lock before each attempt; returns how many trajectories of `owners` are being
+                written, or -1 if some are gone: then None is returned.
+            then: called under the lock with what is returned.
 
         Returns:
             Byte of `heap` where each value begins, int64 [V].
@@ -273,32 +287,43 @@ class Index:
         Raises:
             As `begin`; evictions are not undone.
         """
-        offsets: Array = np.zeros(len(payload.sizes), dtype=np.int64)
-        given = slots, generations, payload.runs, payload.sizes, offsets
+        offsets: Array = np.zeros(len(sizes), dtype=np.int64)
+        slots, generations, spots = owners
         ops, where, counters = self.arrays.ops, self.arrays.where, self.arrays.counters
+        gone = False
 
         def attempt() -> int:
+            nonlocal gone
             while True:
-                answer: int = ops.take_payload(where, heap, *given)
+                writing = len(slots) if check is None else check()
+                gone = writing < 0
+                if gone:
+                    return DONE
+                answer: int = ops.take_payload(
+                    where, heap, slots, generations, runs, sizes, offsets, spots, ahead
+                )
                 if answer == DONE:
+                    if then is not None:
+                        then(offsets)
                     return answer
                 if counters[NUM_RETIRED]:
                     return READ
                 if evict == REFUSE:
                     return answer
                 if not counters[NUM_READY]:
-                    return FULL if counters[NUM_WRITING] == len(slots) else BUSY
+                    return FULL if counters[NUM_WRITING] == writing else BUSY
                 ops.evict(where, max(1, int(counters[NUM_STEPS]) // 64), evict)
 
+        chosen = np.unique(runs[:, 0])
         try:
-            steps = int(self.arrays.extent[slots, 0].sum())
-            self.allocator.obtain((len(slots), 0, steps), attempt, evict=evict, wait=wait)
+            steps = int(self.arrays.extent[slots[chosen], 0].sum())
+            self.allocator.obtain((len(chosen), 0, steps), attempt, evict=evict, wait=wait)
         except TableFullError as error:
             raise TableFullError(
                 f"{error} What is full is the memory of ragged values, {heap.nbytes:,} bytes (Memory payload), to "
-                f"which {int(payload.sizes.sum()):,} were to be added."
+                f"which {int(sizes.sum()):,} were to be added."
             ) from None
-        return offsets
+        return None if gone else offsets
 
     @property
     def takes_clients_ids(self) -> bool:

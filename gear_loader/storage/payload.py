@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.native.ragged_copies import measure_values, read_values, write_values
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -22,7 +23,7 @@ from gear_loader.storage.operations.extents import (
     extent_size,
 )
 from gear_loader.storage.ragged import Ragged, Values, texts
-from gear_loader.storage.ragged_input import Payload
+from gear_loader.storage.ragged_input import Payload, StepValues
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
@@ -37,6 +38,13 @@ def needed_bytes(payload: Payload) -> int:
     ends = np.concatenate(([0], np.cumsum(payload.sizes)))
     each = ends[runs[:, 2]] - ends[runs[:, 1]]
     return int((-(-each // GRAIN) * GRAIN).sum()) + HEADER * len(np.unique(runs[:, 0])) + FIRST
+
+
+def write_steps(values: StepValues, lanes: Array, steps: slice, heap: Array, offsets: Array) -> bool:
+    """As `write_payload`, of values of lanes that got places in the order of `StepValues.runs`."""
+    _, sizes = values.runs(lanes, steps)
+    addresses = values.placed(lanes, steps, offsets)
+    return bool(write_values(heap.ctypes.data, heap.nbytes, addresses, offsets, sizes))
 
 
 def write_payload(payload: Payload, heap: Array, offsets: Array) -> bool:
@@ -114,7 +122,10 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
     schema = region.layout.schema
     for slot in np.flatnonzero(index.state == READY).tolist():
         length, blocks = int(index.extent[slot, 0]), index.row(slot)
+        filled = int(filled_bits(index, np.array([slot]))[0]) if schema.late else 0
         for name, values in schema.ragged.items():
+            if schema[name].late and not filled & schema.late_bits([name]):
+                continue
             records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
             records = records[: 1 if schema[name].trajectory else length]
             each = (_parts_of(heap, place, rows, values.row_bytes) for place, rows in records.tolist())

@@ -54,6 +54,73 @@ def with_records(schema: Schema, trajectories: Sequence[Any]) -> tuple[list[Any]
     return given, parts.joined()
 
 
+class StepValues(NamedTuple):
+    """Ragged values of steps that a writer appends, or that trajectories have once.
+
+    Attributes:
+        sizes, rows, addresses: of each column, int64 [V], as of a `Payload`. records: of each, int64 [V, 2].
+        by_lane: whether value i is that of lane i; else they are steps of one lane. hold: owners of the memory.
+    """
+
+    sizes: list[Array]
+    rows: list[Array]
+    addresses: list[Array]
+    records: list[Array]
+    by_lane: bool
+    hold: object
+
+    def runs(self, lanes: Array, steps: slice) -> tuple[Array, Array]:
+        """`Payload.runs` and `sizes` of values of lanes, int64 [m], or of steps of the only one."""
+        width, places = len(self.sizes), lanes if self.by_lane else steps
+        sizes = np.stack([each[places] for each in self.sizes])
+        count = 1 if self.by_lane else sizes.shape[1]
+        sizes = sizes.T.reshape(-1) if self.by_lane else sizes.reshape(-1)
+        runs: Array = np.empty((len(lanes) * width, 3), dtype=np.int64)
+        runs[:, 0] = np.repeat(lanes, width)
+        runs[:, 1] = np.arange(len(runs)) * count
+        runs[:, 2] = runs[:, 1] + count
+        return runs, sizes
+
+    def placed(self, lanes: Array, steps: slice, offsets: Array) -> Array:
+        """Complete the records of values that got these places, in the order of `runs`; return their addresses."""
+        places = lanes if self.by_lane else steps
+        offsets = offsets.reshape(len(lanes), -1).T if self.by_lane else offsets.reshape(len(self.sizes), -1)
+        for found, rows, records in zip(offsets, self.rows, self.records, strict=True):
+            records[places, 0] = abs(found)
+            records[places, 1] = np.where(found < 0, -rows[places], rows[places])
+        addresses = np.stack([each[places] for each in self.addresses])
+        ordered: Array = np.ascontiguousarray(addresses.T if self.by_lane else addresses).reshape(-1)
+        return ordered
+
+
+def with_step_records(
+    columns: Mapping[str, Column], rows: Any, what: str, *, by_lane: bool
+) -> tuple[Any, StepValues | None]:
+    """Rows with records in place of ragged values, to be completed.
+
+    Args:
+        columns: of which some may be ragged. rows: column name -> values; of ragged ones as for `Table.add`.
+        what: name of the rows in errors. by_lane: as of `StepValues`.
+
+    Raises:
+        SchemaError: ragged values that do not fit.
+    """
+    rows = as_mapping(rows)
+    if not isinstance(rows, Mapping):
+        return rows, None  # an error of `Schema.validate`
+    rows, values = dict(settled(rows)), StepValues([], [], [], [], by_lane, hold := [])
+    for name, column in columns.items():
+        if column.ragged is not None and name in rows:
+            count, addresses, held = _located(column.ragged, rows[name], f"Column {name!r} of {what}", False)
+            rows[name] = records = np.zeros((len(count), 2), dtype=np.int64)
+            for part, found in zip(
+                values[:4], (count * column.ragged.row_bytes, count, addresses, records), strict=True
+            ):
+                part.append(found)
+            hold.append(held)
+    return rows, values if values.sizes else None
+
+
 class _Parts:
     """Makes a `Payload` of columns of trajectories."""
 

@@ -646,6 +646,7 @@ class Table:
                     f"device is {device!r}, with overlap_steps={overlap_steps} and commit_every_step="
                     f"{commit_every_step}; expected neither: the device writer commits whole trajectories."
                 )
+            check_fixed(self.schema.added, "writers(device=) takes")
             from gear_loader.storage.device_writer import DeviceWriter
 
             chunk = None if chunk_steps is None else at_least("chunk_steps", chunk_steps)
@@ -667,7 +668,8 @@ class Table:
     ) -> BlockSink:
         """The sink of a writer with these options."""
         self._engine.check_open()
-        check_fixed(self.schema, "writers take")
+        if overlap_steps and not commit_every_step:
+            check_fixed(self.schema.added, "writers with overlap_steps and without commit_every_step take")
         late = [name for name in self.schema.late if not self.schema[name].trajectory]
         overlap_steps = at_least("overlap_steps", overlap_steps, least=0)
         flag("commit_every_step", commit_every_step)

@@ -12,9 +12,11 @@ from gear_loader.errors import GearError, SchemaError
 from gear_loader.native.lanes import LANE_COMMON, LANE_GENERATION, LANE_HELD, LANE_LAST, LANE_SLOT, LANE_STEPS
 from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, no_final_step, too_long
 from gear_loader.storage.incoming import checked_final, single_priority
+from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.schema import as_mapping, settled
 from gear_loader.storage.step_columns import StepColumn, checked_once
 from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.lazy_torch import is_tensor
 
 _LANE: Array = np.zeros(1, dtype=np.int64)
 _ENDS: Array = np.ones(1, dtype=bool)
@@ -119,6 +121,8 @@ class Writer:
         if self._schema.casts:
             rows = self._schema.cast(rows, what="the step")
         self._appender.check_usable()
+        if self._schema.ragged:
+            return self._append(self._located_ragged(rows))
         lane = self._lane
         step = lane[LANE_STEPS]
         if step < self._end and self._put(step - self._first, rows):
@@ -131,6 +135,23 @@ class Writer:
             self._check_step(rows)
             return self._append(self._single)
         return self._append(self._sink.located(rows, "the steps"))
+
+    def _located_ragged(self, rows: Mapping[str, Any]) -> Any:
+        """Check one step, or several, of which some columns are ragged."""
+        rows = self._schema.cast(as_mapping(rows), what="the step")
+        self._schema.validate_names(rows, what="the step")
+        if not self._is_single(rows):
+            return self._sink.located(rows, "the steps")
+        given = {}
+        for column in self._columns:
+            if self._schema[column.name].ragged is None and not column.fits(rows[column.name]):
+                raise column.misfit(rows[column.name])
+            given[column.name] = (
+                [rows[column.name]]
+                if self._schema[column.name].ragged is not None
+                else self._schema[column.name].values_of(column.spare)
+            )
+        return self._sink.located(given, "the step")
 
     def _append(self, rows: Any) -> tuple[int, ...]:
         """Append steps that have been checked."""
@@ -187,7 +208,7 @@ class Writer:
         """Check what a trajectory gets beside its steps, and have it ready."""
         given = self._given
         given.priorities[0], given.last = single_priority(priority), last
-        given.once = checked_once(self._sink.schema, trajectory)
+        given.once, given.ragged = checked_once(self._sink.schema, trajectory)
 
     # ---------------------------------------------------------------- checking steps
 
@@ -222,10 +243,16 @@ class Writer:
         for column in self._columns:
             if column.name not in rows:
                 self._schema.validate_names(rows, what="the step")
-            value = rows[column.name]
+            value, ragged = rows[column.name], self._schema[column.name].ragged
+            if ragged is not None:
+                if ragged.kind != "object":
+                    return not isinstance(value, (list, tuple, Ragged)) and not (
+                        is_tensor(value) and value.is_nested
+                    )
+                continue
             if getattr(value, "ndim", 0) != len(column.shape) + 1:
                 return True
-        return False
+        return all(column.ragged is not None for column in self._schema.values())
 
     # ---------------------------------------------------------------- for callers that write into the blocks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from table_common import Died, Fragile, bury, mortal
 
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, LockTimeoutError, SchemaError, TableFullError
+from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.ragged_input import with_records
 from gear_loader.storage.schema import Schema
 
@@ -128,6 +130,165 @@ def test_many_histories(seed: int, on_full: Any, payload: int) -> None:
     act(seed, on_full, payload, 60)
 
 
+STREAM = 4096
+"""Step k of stream i is number ``STREAM * i + k``, which tells all its values."""
+
+
+def numbered(number: int) -> dict[str, Any]:
+    """The step of a number."""
+    random, stream = np.random.default_rng(number), number // STREAM
+    given = trajectory(random, 1, 12)
+    new = {name: listed(given[name])[0] for name in COLUMNS if name not in ("goal", "scores")}
+    return {**new, "reward": np.float32(number), "goal": "g" * stream, "scores": np.ones((stream, 2))}
+
+
+def together(numbers: list[int]) -> dict[str, Any]:
+    """A trajectory of these steps."""
+    steps = [numbered(number) for number in numbers]
+    once = {name: steps[0][name] for name in ("goal", "scores")}
+    return {name: [step[name] for step in steps] for name in COLUMNS} | {
+        "reward": np.array(numbers, np.float32),
+        **once,
+    }
+
+
+class Streams:
+    """Writers with all options, alone and of two lanes, and what each has appended.
+
+    Attributes:
+        begun: of each lane of each writer, the first number that is not committed, and the next number.
+    """
+
+    OPTIONS: tuple[dict[str, Any], ...] = (
+        *({}, {"chunk_steps": 3}, {"commit_every_step": True}),
+        {"commit_every_step": True, "chunk_steps": 4, "overlap_steps": 2},
+    )
+
+    def __init__(self, table: gear.Table) -> None:
+        self.table = table
+        self.writers: list[Any] = [table.writer(**each) for each in self.OPTIONS]
+        self.writers += [table.writers(2, **each) for each in self.OPTIONS]
+        lanes = [[number] for number in range(4)] + [[4 + 2 * n, 5 + 2 * n] for n in range(4)]
+        self.begun = [[[STREAM * lane, STREAM * lane] for lane in each] for each in lanes]
+        for writer, each in zip(self.writers, lanes, strict=True):
+            once = {"goal": ["g" * lane for lane in each], "scores": [np.ones((lane, 2)) for lane in each]}
+            vector = len(each) > 1
+            writer.trajectory = once if vector else {name: value[0] for name, value in once.items()}
+
+    def act(self, random: np.random.Generator) -> None:
+        """Append, commit or discard."""
+        place = int(random.integers(8))
+        writer, begun, vector = self.writers[place], self.begun[place], place >= 4
+        grows = self.OPTIONS[place % 4].get("commit_every_step", False)
+        chance, visible = random.random(), []
+        try:
+            if chance < 0.1:
+                writer.discard()
+                self._skip(begun)
+            elif chance < 0.3 and (writer.num_steps > 0 if not vector else (writer.num_steps > 0).any()):
+                writer.commit()
+                visible = [] if grows else [last - 1 for first, last in begun if last > first]
+                self._skip(begun)
+            elif vector:
+                acting = random.random(2) < 0.8
+                steps = [numbered(last) for _, last in begun]
+                rows = {
+                    name: [step[name] for step in steps] for name in COLUMNS if name not in ("goal", "scores")
+                }
+                found = writer.append({**rows, "reward": np.array(rows["reward"])}, active=acting)
+                for lane in np.flatnonzero(acting).tolist():
+                    visible += self._append(begun[lane], 1, found[lane] >= 0 or grows)
+            else:
+                count = 1 if random.random() < 0.7 else int(random.integers(2, 4))
+                several = list(range(begun[0][1], begun[0][1] + count))
+                step = numbered(several[0]) if count == 1 else together(several)
+                given = {name: value for name, value in step.items() if name not in ("goal", "scores")}
+                found = writer.append(**given)
+                visible = self._append(begun[0], count, grows)
+        except (TableFullError, LockTimeoutError):
+            writer.discard()  # a part of the rows, or chunks, may be there
+            for lane in begun:
+                lane[1] += 4
+            self._skip(begun)
+        contents = [number for slot in self.table.indices().tolist() for number in self.numbers(slot)]
+        assert set(visible) <= set(contents)
+
+    def _append(self, lane: list[int], count: int, visible: bool) -> list[int]:
+        lane[1] += count
+        return [lane[1] - 1] if visible else []
+
+    def _skip(self, begun: list[list[int]]) -> None:
+        for lane in begun:
+            lane[0] = lane[1]
+
+    def numbers(self, slot: int) -> list[int]:
+        found: list[int] = self.table[slot]["reward"].int().tolist()
+        return found
+
+
+def check_numbered(table: gear.Table) -> None:
+    """Every trajectory has consecutive steps of a stream, with the values that belong to them."""
+    for slot in table.indices().tolist():
+        found = table[slot]
+        numbers = found["reward"].int().tolist()
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        check_trajectory(found, together(numbers))
+
+
+def test_writers_beside_adding_removing_and_evicting() -> None:
+    write(11, "evict_oldest", 8_000, 60)
+
+
+@pytest.mark.long
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["evict_oldest", "evict_lowest_priority", "error"]),
+    st.integers(6_000, 60_000),
+)
+def test_many_histories_of_writers(seed: int, on_full: Any, payload: int) -> None:
+    write(seed, on_full, payload, 150)
+
+
+def write(seed: int, on_full: Any, payload: int, count: int) -> None:
+    random = np.random.default_rng(seed)
+    with table_of(payload, on_full=on_full, timeout=0.01) as table:
+        streams, tickets, added = Streams(table), [], 20 * STREAM
+        dataset = gear.ReplayDataset(
+            table, batch_size=4, device="cpu", windows={"text": gear.Window(2), "reward": gear.Window(2)}
+        )
+        for _ in range(count):
+            what, live = random.random(), table.indices().tolist()
+            if what < 0.1 and live:
+                table.remove(live[0])
+            elif what < 0.15:
+                tickets.append(table._engine.reader().begin_read())
+            elif what < 0.3 and tickets:
+                tickets.pop().end()
+            elif what < 0.4:
+                with contextlib.suppress(TableFullError, LockTimeoutError):
+                    table.add(together(list(range(added, added + 3))))
+                    added += 3
+            else:
+                streams.act(random)
+            table.check_valid()
+            check_numbered(table)
+            if len(table):
+                batch = dataset.sample()
+                for row, text in zip(batch["reward"], batch["text"], strict=True):
+                    assert text[0] == numbered(int(row[0]))["text"]
+        for ticket in tickets:
+            ticket.end()
+        for writer in streams.writers:
+            writer.close()
+        table.clear()
+        table.check_valid()
+        heap = table._engine.region.payload()
+        assert not len(table)
+        table.add({**together([0]), "blob": [bytes(heap.nbytes - 1200)]})  # all is free
+        table.check_valid()
+
+
 def act(seed: int, on_full: Any, payload: int, count: int) -> None:
     """What is live is as it was added, whatever left meanwhile; batches, packed and padded, are as trajectories are."""
     random, known = np.random.default_rng(seed), dict[int, Any]()
@@ -202,9 +363,8 @@ def test_a_death_at_every_store_leaves_extents_that_are_whole() -> None:
                 with mortal(table, stores) as index:
                     taken, _ = index.begin(np.array([4, 2]), evict=0)
                     heap = table._engine.region.payload().view(Fragile)
-                    index.place_payload(
-                        heap, payload, taken, index.arrays.generation[taken], evict=0, wait=False
-                    )
+                    owners = taken, index.arrays.generation[taken], np.zeros((2, SPOT_WIDTH), dtype=np.int64)
+                    index.place_payload(heap, payload.runs, payload.sizes, owners, evict=0, wait=False)
             except Died:
                 died, deaths = True, deaths + 1
             bury(table)
@@ -372,7 +532,11 @@ def test_what_does_not_go_with_them(tmp_path: Any) -> None:
         gear.Table.create({"x": ragged}, memory=gear.Memory(payload=1000), disk=gear.Disk(tmp_path), **sizes)
     assert not list(tmp_path.iterdir())
     with table_of() as table:
-        calls: list[Any] = [table.writer, lambda: table.writers(2), table.serve, lambda: table.save(tmp_path)]
+        calls: list[Any] = [
+            lambda: table.writers(2, chunk_steps=4, overlap_steps=2),
+            table.serve,
+            lambda: table.save(tmp_path),
+        ]
         calls += [lambda: table.extend({}, lengths=[1]), lambda: gear.distributed.Shards(table)]
         for call in calls:
             with pytest.raises(SchemaError, match=r"are ragged; .* columns of a fixed shape only"):
@@ -477,8 +641,9 @@ def test_a_wait_for_room_holds_none() -> None:
     def place(index: Any, pieces: int) -> np.ndarray[Any, Any]:
         _, payload = with_records(Schema(columns), [{"blob": [bytes(1000)] * pieces}])
         slots, _ = index.begin(np.array([pieces]), evict=1)
-        heap, generations = table._engine.region.payload(), index.arrays.generation[slots]
-        index.place_payload(heap, payload, slots, generations, evict=1, wait=False)
+        owners = slots, index.arrays.generation[slots], np.zeros((1, SPOT_WIDTH), dtype=np.int64)
+        heap = table._engine.region.payload()
+        index.place_payload(heap, payload.runs, payload.sizes, owners, evict=1, wait=False)
         return slots
 
     with gear.Table.create(

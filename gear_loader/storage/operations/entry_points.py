@@ -14,7 +14,7 @@ from gear_loader.native.copying import scatter
 from gear_loader.native.memory import pointer
 from gear_loader.storage.counters import DIRTY, INITIALIZED, NUM_WRITING
 from gear_loader.storage.operations.appending import append_lanes, write_ahead
-from gear_loader.storage.operations.extents import take_payload
+from gear_loader.storage.operations.extents import take_payload, trim_payload
 from gear_loader.storage.operations.growth import (
     abort_lanes,
     end_lanes,
@@ -62,7 +62,7 @@ _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, outdate, begin),
     *(reserve_lanes, end_lanes, grow_lanes, abort_lanes, append_lanes),
     *(spill, take_back, give_place, begin_stored, evict),
-    take_payload,
+    *(take_payload, trim_payload),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
 _PARTS = (lengthen, publish_steps)
@@ -268,8 +268,13 @@ def _evict(p, steps, how):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_payload(p, heap, slots, generations, runs, sizes, offsets):  # type: ignore[no-untyped-def]
-    return take_payload(view_at(p), heap, slots, generations, runs, sizes, offsets)
+def _take_payload(p, heap, slots, generations, runs, sizes, offsets, spots, ahead):  # type: ignore[no-untyped-def]
+    return take_payload(view_at(p), heap, slots, generations, runs, sizes, offsets, spots, ahead)
+
+
+@compiled
+def _trim_payload(p, heap, spots, chosen):  # type: ignore[no-untyped-def]
+    trim_payload(view_at(p), heap, spots, chosen)
 
 
 @compiled
