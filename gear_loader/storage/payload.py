@@ -40,8 +40,8 @@ def needed_bytes(payload: Payload) -> int:
     return int((-(-each // GRAIN) * GRAIN).sum()) + HEADER * len(np.unique(runs[:, 0])) + FIRST
 
 
-def write_steps(values: StepValues, lanes: Array, steps: slice, heap: Array, offsets: Array) -> bool:
-    """As `write_payload`, of values of lanes that got places in the order of `StepValues.runs`."""
+def write_steps(values: StepValues, lanes: Array, steps: slice | Array, heap: Array, offsets: Array) -> bool:
+    """As `write_payload`, of values that got places in the order of `StepValues.runs`; `steps` may be int64 [k] too."""
     _, sizes = values.runs(lanes, steps)
     addresses = values.placed(lanes, steps, offsets)
     return bool(write_values(heap.ctypes.data, heap.nbytes, addresses, offsets, sizes))
@@ -89,7 +89,7 @@ class PayloadReader:
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
-            except UnicodeDecodeError:
+            except ValueError:
                 self._check(1)
                 raise
         return Ragged._of(memory, offsets, shape)

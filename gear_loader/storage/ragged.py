@@ -7,6 +7,8 @@ bytes, and its rows. What gathers columns gathers records; `gear_loader.storage.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -20,7 +22,24 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.lazy_torch import torch
 
 RECORD_DTYPE, RECORD_SHAPE = "int64", (2,)
-TEXTS: dict[Any, Literal["str", "bytes"]] = {str: "str", bytes: "bytes"}
+Kind = Literal["array", "str", "bytes", "object"]
+TEXTS: dict[Any, Kind] = {str: "str", bytes: "bytes", object: "object"}
+
+
+@functools.cache
+def msgpack() -> Any:
+    """The package msgpack.
+
+    Raises:
+        SchemaError: it is not installed.
+    """
+    try:
+        return importlib.import_module("msgpack")
+    except ImportError:
+        raise SchemaError(
+            "A column of Python objects needs the package msgpack, which is not installed; expected it. Run pip "
+            "install 'gear-loader[objects]'."
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +48,13 @@ class Values:
 
     Attributes:
         dtype_name: of an element. shape: of a row.
-        kind: ``"array"``; ``"str"`` and ``"bytes"`` are uint8 [n], the former UTF-8, and Python's objects at both ends.
+        kind: ``"array"``; others are uint8 [n], and Python's objects at both ends: ``"str"`` in UTF-8, ``"bytes"``, and
+            ``"object"`` in msgpack's format.
     """
 
     dtype_name: str
     shape: tuple[int, ...] = ()
-    kind: Literal["array", "str", "bytes"] = "array"
+    kind: Kind = "array"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,11 +187,18 @@ def _listed(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
 
 
 def texts(memory: Array, offsets: Array, kind: str, shape: tuple[int, ...]) -> list[Any]:
-    """Values of text, uint8 [total], as Python's objects, in lists as deep as `shape` has dimensions."""
+    """Values of text, uint8 [total], as Python's objects, in lists as deep as `shape` has dimensions.
+
+    Raises:
+        ValueError: a value is not of its format.
+    """
     whole = memory.tobytes()
     bounds = offsets.tolist()
     pieces: Iterable[Any] = (whole[begin:end] for begin, end in itertools.pairwise(bounds))
     decode: Callable[[bytes], Any] = bytes.decode if kind == "str" else bytes
+    if kind == "object":
+        unpack = functools.partial(msgpack().unpackb, strict_map_key=False)
+        decode = lambda piece: unpack(piece) if piece else None  # noqa: E731
     return _listed([decode(piece) for piece in pieces], shape)
 
 

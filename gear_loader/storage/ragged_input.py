@@ -9,7 +9,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.dtypes import NUMPY_DTYPES
-from gear_loader.storage.ragged import Ragged, Values
+from gear_loader.storage.ragged import Ragged, Values, msgpack
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, settled
 from gear_loader.utils.arrays import Array, data_address, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
@@ -42,7 +42,7 @@ def with_records(schema: Schema, trajectories: Sequence[Any]) -> tuple[list[Any]
     parts = _Parts()
     given = []
     for number, trajectory in enumerate(trajectories):
-        rows = as_mapping(trajectory)
+        rows = as_mapping(trajectory, schema.objects)
         if isinstance(rows, Mapping):  # other values are an error of `Schema.validate`
             rows = dict(settled(rows))
             for name in schema.ragged:
@@ -69,7 +69,7 @@ class StepValues(NamedTuple):
     by_lane: bool
     hold: object
 
-    def runs(self, lanes: Array, steps: slice) -> tuple[Array, Array]:
+    def runs(self, lanes: Array, steps: slice | Array) -> tuple[Array, Array]:
         """`Payload.runs` and `sizes` of values of lanes, int64 [m], or of steps of the only one."""
         width, places = len(self.sizes), lanes if self.by_lane else steps
         sizes = np.stack([each[places] for each in self.sizes])
@@ -81,7 +81,7 @@ class StepValues(NamedTuple):
         runs[:, 2] = runs[:, 1] + count
         return runs, sizes
 
-    def placed(self, lanes: Array, steps: slice, offsets: Array) -> Array:
+    def placed(self, lanes: Array, steps: slice | Array, offsets: Array) -> Array:
         """Complete the records of values that got these places, in the order of `runs`; return their addresses."""
         places = lanes if self.by_lane else steps
         offsets = offsets.reshape(len(lanes), -1).T if self.by_lane else offsets.reshape(len(self.sizes), -1)
@@ -105,7 +105,8 @@ def with_step_records(
     Raises:
         SchemaError: ragged values that do not fit.
     """
-    rows = as_mapping(rows)
+    objects = [name for name, column in columns.items() if column.ragged and column.ragged.kind == "object"]
+    rows = as_mapping(rows, objects)
     if not isinstance(rows, Mapping):
         return rows, None  # an error of `Schema.validate`
     rows, values = dict(settled(rows)), StepValues([], [], [], [], by_lane, hold := [])
@@ -175,7 +176,30 @@ def _located(values: Values, given: Any, what: str, once: bool) -> tuple[Array, 
     return rows, np.array([address for _, address in found], dtype=np.int64), found
 
 
+def _packed_objects(given: Any, what: str, once: bool) -> list[bytes]:
+    """Objects in msgpack's format; those that it has not are refused, and so are others of which it would make them."""
+    if not isinstance(given, (list, tuple)):
+        raise SchemaError(f"{what} is {shown(given)}; expected a list of objects, one for each step.")
+    pack, found = msgpack().Packer(strict_types=True).pack, []
+    for i, item in enumerate(given):
+        try:
+            found.append(pack(item))
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:  # UnicodeEncodeError is a ValueError
+            raise SchemaError(
+                f"{what}{'' if once else f', step {i},'} is {shown(item)}, which msgpack does not store ({error}); "
+                "expected None, bool, int, float, str, bytes, and lists and dicts of these."
+            ) from None
+    return found
+
+
 def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
+    if kind == "object":
+        return _joined(_packed_objects(given, what, once))
     kinds: Any = str if kind == "str" else (bytes, bytearray, memoryview)
     items = given if isinstance(given, (list, tuple)) else None
     wrong = (
@@ -193,6 +217,10 @@ def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, 
         raise SchemaError(
             f"{what} has {shown(error.object)}; expected text that UTF-8 can encode, without surrogates."
         ) from None
+    return _joined(pieces)
+
+
+def _joined(pieces: list[bytes]) -> tuple[Array, Array, object]:
     rows: Array = np.array([len(piece) for piece in pieces], dtype=np.int64)
     data: Array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
     return rows, data.ctypes.data + np.cumsum(rows) - rows, data

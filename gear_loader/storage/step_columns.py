@@ -33,7 +33,7 @@ def checked_once(
         return {}, None
     if not schema.ragged:
         return schema.validate_once(values, what="trajectory"), None
-    values = exactly(values, schema.per_trajectory, "per='trajectory'", "trajectory")
+    values = exactly(values, schema.per_trajectory, "per='trajectory'", "trajectory", schema.objects)
     ragged = {name: [values[name]] for name in schema.per_trajectory if name in schema.ragged}
     records, found = with_step_records(schema, ragged, "trajectory", by_lane=True)
     once = {**values, **{name: each[0] for name, each in records.items()}}

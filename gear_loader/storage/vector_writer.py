@@ -225,7 +225,7 @@ class VectorWriter:
         if rows is None:
             rows = columns
         else:
-            rows = as_mapping(rows)
+            rows = as_mapping(rows, self._schema.objects)
             if columns and isinstance(rows, Mapping):
                 rows = {**settled(rows), **columns}
         if self._options and (

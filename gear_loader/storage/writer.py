@@ -116,7 +116,7 @@ class Writer:
         """
         rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
         if len(rows) != len(self._puts):
-            rows = as_mapping(rows)
+            rows = as_mapping(rows, self._schema.objects)
             self._schema.validate_names(rows, what="the step")
         if self._schema.casts:
             rows = self._schema.cast(rows, what="the step")
@@ -138,19 +138,18 @@ class Writer:
 
     def _located_ragged(self, rows: Mapping[str, Any]) -> Any:
         """Check one step, or several, of which some columns are ragged."""
-        rows = self._schema.cast(as_mapping(rows), what="the step")
-        self._schema.validate_names(rows, what="the step")
+        rows, schema = as_mapping(rows, self._schema.objects), self._schema
+        schema.validate_names(rows, what="the step")
+        fixed = {name: value for name, value in rows.items() if name not in schema.ragged}
+        rows = {**rows, **schema.cast(fixed, what="the step")}
         if not self._is_single(rows):
             return self._sink.located(rows, "the steps")
-        given = {}
+        given = {name: [value] for name, value in rows.items() if name in schema.ragged}
         for column in self._columns:
-            if self._schema[column.name].ragged is None and not column.fits(rows[column.name]):
-                raise column.misfit(rows[column.name])
-            given[column.name] = (
-                [rows[column.name]]
-                if self._schema[column.name].ragged is not None
-                else self._schema[column.name].values_of(column.spare)
-            )
+            if column.name not in given:
+                if not column.fits(rows[column.name]):
+                    raise column.misfit(rows[column.name])
+                given[column.name] = schema[column.name].values_of(column.spare)
         return self._sink.located(given, "the step")
 
     def _append(self, rows: Any) -> tuple[int, ...]:
@@ -223,7 +222,7 @@ class Writer:
         return True
 
     def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
-        steps = as_mapping(steps)
+        steps = as_mapping(steps, self._schema.objects)
         if not isinstance(steps, Mapping):
             raise SchemaError(
                 f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._schema)}, "

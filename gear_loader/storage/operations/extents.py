@@ -90,14 +90,25 @@ def find_gap(v: Any, heap: Any, need: Any) -> Any:
 
 
 @inlined
-def keep(heap: Any, gap: Any, slot: Any, generation: Any) -> None:
-    """Give a gap to a slot."""
+def keep(heap: Any, gap: Any, end: Any, slot: Any, generation: Any) -> None:
+    """Give the bytes of a gap up to byte `end` to a slot."""
+    used, size = (end + GRAIN - 1) // GRAIN * GRAIN - gap, heap[gap // 8 + SIZE]
+    require(used <= size)
+    if size - used >= HEADER:
+        rest = (gap + used) // 8
+        heap[rest + SIZE] = size - used
+        heap[rest + SLOT] = -1
+    else:
+        used = size
+    fence()
     heap[gap // 8 + SLOT] = -1
+    fence()
+    heap[gap // 8 + SIZE] = used
     fence()
     heap[gap // 8 + GENERATION] = generation
     fence()
     heap[gap // 8 + SLOT] = slot
-    heap[CURSOR] = gap + heap[gap // 8 + SIZE]
+    heap[CURSOR] = gap + used
 
 
 @inlined
@@ -126,8 +137,7 @@ def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any) -> Any
         gap = find_gap(v, heap, LEAST)
         require(gap > 0)
         part = min(size, extent_size(heap, gap) - HEADER)
-        keep(heap, gap, slot, generation)
-        trim(heap, gap, gap + HEADER + part)
+        keep(heap, gap, gap + HEADER + part, slot, generation)
         if last < 0:
             first = gap
         else:
@@ -187,7 +197,7 @@ def take_payload(
         fence()
         heap[CURSOR] = FIRST
     begins = np.zeros(len(sizes), dtype=np.int64)  # extents that were taken for a value and those behind it
-    before = spots.copy()
+    before, fresh = spots.copy(), 0  # fresh: the extent of the last spot, while it is a gap
     for r in range(len(runs)):
         owner = runs[r, TRAJECTORY]
         slot, generation, spot = slots[owner], generations[owner], spots[owner]
@@ -201,7 +211,11 @@ def take_payload(
             offsets[i] = 0
             if size > 0 and at + size > spot[SPOT_END]:
                 if spot[SPOT_EXTENT] > 0:
-                    trim(heap, spot[SPOT_EXTENT], at)
+                    if fresh > 0:
+                        keep(heap, fresh, at, slot, generation)
+                    else:
+                        trim(heap, spot[SPOT_EXTENT], at)
+                    fresh = 0
                     spot[SPOT_EXTENT] = spot[SPOT_AT] = spot[SPOT_END] = at = 0
                 gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN)
                 if gap <= 0 and -gap < size:
@@ -220,8 +234,7 @@ def take_payload(
                 if gap <= 0:
                     offsets[i] = -split_value(v, heap, size, slot, generation)
                     continue
-                keep(heap, gap, slot, generation)
-                begins[i] = spot[SPOT_EXTENT] = gap
+                begins[i] = spot[SPOT_EXTENT] = fresh = gap
                 at, spot[SPOT_END] = gap + HEADER, gap + extent_size(heap, gap)
                 spot[SPOT_TAKEN] -= size
             if size > 0:
@@ -231,7 +244,11 @@ def take_payload(
                 spot[SPOT_AT] = at
         if spot[SPOT_EXTENT] > 0 and (r + 1 == len(runs) or runs[r + 1, TRAJECTORY] != owner):
             end = min(spot[SPOT_AT] + min(ahead, spot[SPOT_TAKEN]), spot[SPOT_END])
-            trim(heap, spot[SPOT_EXTENT], end)
+            if fresh > 0:
+                keep(heap, fresh, end, slot, generation)
+            else:
+                trim(heap, spot[SPOT_EXTENT], end)
+            fresh = 0
             spot[SPOT_END] = spot[SPOT_EXTENT] + extent_size(heap, spot[SPOT_EXTENT])
     return DONE
 
