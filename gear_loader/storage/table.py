@@ -586,7 +586,7 @@ class Table:
             commit_every_step: make each step visible at once, in a trajectory, or chunk, that grows; see `Writer`.
 
         Raises:
-            SchemaError: invalid options.
+            SchemaError: invalid options; ragged columns with `overlap_steps` and without `commit_every_step`.
         """
         if self._engine.device is not None:
             raise self._elsewhere("writer()")
@@ -692,7 +692,7 @@ class Table:
         Args:
             trajectories: iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
                 ``[n, T, *shape]``, where trajectory i is the first ``lengths[i]`` steps of row i (``[n, *shape]`` of
-                columns per trajectory). A TensorDict of batch
+                columns per trajectory; n lists of values of ragged columns). A TensorDict of batch
                 size [n, T] needs no `lengths`: its rows are whole trajectories. A list or a tuple is read in place. Any
                 other iterable may refill the same arrays: each item is copied before the next one is requested.
             lengths: int [n], with stacked arrays.
@@ -796,7 +796,9 @@ class Table:
                 raises.
             columns: for one index values as for `add`: ``[T, *shape]``, or ``[*shape]`` of columns per trajectory. For
                 several a list of n arrays ``[T, *shape]``, or ``[n, *shape]`` of columns per trajectory; with a packed
-                batch of whole trajectories also one array ``[total, *shape]`` like its columns.
+                batch of whole trajectories also one array ``[total, *shape]`` like its columns. A ragged column takes a
+                list of T values in place of an array, and a list of total values. Room for them is made as by `add`,
+                so trajectories may be evicted, also those that are filled.
 
         Returns:
             Number of rows that were skipped.
@@ -805,8 +807,9 @@ class Table:
             FilledError: a trajectory has the column already, or is given twice. Nothing was changed.
             SchemaError: a column that is not late, or values that do not fit. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
-            TableFullError: of a table with a disk tier: timed out waiting for room in memory. What is filled stays.
-            LockTimeoutError: timed out waiting for the lock.
+            TableFullError: of a table with a disk tier: timed out waiting for room in memory. What is filled stays. Of
+                ragged columns: as `add`; nothing is filled.
+            LockTimeoutError: timed out waiting for the lock, or as `add` for ragged columns.
         """
         self._engine.check_open()
         return fill_columns(self._engine, index, generation, columns, strict=is_strict(stale))

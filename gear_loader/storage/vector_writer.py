@@ -98,7 +98,8 @@ class VectorWriter:
 
         Args:
             rows, columns: ``[n, *shape]`` for every column, as one mapping or as keywords: numpy arrays or torch
-                tensors of exactly the column's dtype. Columns called as one of the options below are given in `rows`.
+                tensors of exactly the column's dtype; of ragged columns a list of n values. Columns called as one of
+                the options below are given in `rows`.
             done: bool [n], array, tensor or list: environments whose trajectory ends with this row; it is committed. By
                 default none.
             active: bool [n]: environments that took a step; rows of the others, and their `done`, are ignored. By

@@ -96,8 +96,8 @@ class Writer:
         Args:
             steps, columns: a value for every column, as one mapping or as keywords: for one step ``[*shape]``, for k
                 steps ``[k, *shape]``; a numpy array or torch tensor of exactly the column's dtype. One step of a column
-                of shape ``()`` may be a Python or numpy number. A column with ``cast=True`` takes more, see `Column`.
-                Dicts may be nested, as for `Table.add`.
+                of shape ``()`` may be a Python or numpy number. Of a ragged column one value, or a list of k, or a
+                `Ragged`. A column with ``cast=True`` takes more, see `Column`. Dicts may be nested, as for `Table.add`.
 
         Returns:
             Indices of the chunks completed by this call; () without chunks, and in a remote table, where they are not
