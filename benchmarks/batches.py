@@ -40,8 +40,8 @@ PREFETCH = (0, 2)
 DRAWS, QUICK_DRAWS = 1 << 13, 1 << 11
 """Draws whose frequencies are looked at."""
 TARGETS = {
-    "W1": {"Reverb, gRPC": 15.0, "Reverb, in process": 8.0, "TorchRL": 2.5, "cpprb": 1.7},
-    "W2": {"TorchRL, slices": 4.0},
+    "W1": {"Reverb, gRPC": 20.0, "Reverb, in process": 9.0, "TorchRL": 3.5, "cpprb": 2.3},
+    "W2": {"TorchRL, slices": 9.0},
 }
 """Throughput over that of others, of batches of `TARGET_BATCH`."""
 TARGET_BATCH = 256

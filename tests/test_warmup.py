@@ -29,7 +29,14 @@ called = {compile._name(loop) for loop in compile.loops if loop.signatures}
 print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - called - %r))
 """
 # For a GPU, for repairs, and parts that the others contain (compiled with them, or called when those are not cached).
-INNER = {"gathering.resolve", "queued.queue_uniform", "sharing.work", "entry_points.reclaim"}
+INNER = {
+    "gathering.resolve",
+    "queued.queue_drawn",
+    "queued.queue_uniform",
+    "queued.queue_update",
+    "sharing.work",
+    "entry_points.reclaim",
+}
 INNER |= {"packed_lines.list_pieces", "packed_lines.list_work", "packed_lines.plan_rows"}
 INNER |= {"ring_places.first_live", "ring_places.look_up", "ring_places.note"}  # for integrations
 INNER |= {"copying.copy_common", "copying.copy_spans"}

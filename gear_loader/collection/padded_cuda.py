@@ -107,10 +107,10 @@ class PaddedDeviceBuffers(PaddedBuffers):
 
     def queued(self, stream: torch.cuda.Stream) -> QueuedBatch | None:
         gpu, layout = self.gpu, self.layout
-        graph = gpu.work.graph
-        if graph is None or gpu.work.key != _ROWS or gpu.parts or layout.late or not self.only_launches:
+        graph, key = gpu.work.graph, gpu.work.key
+        if graph is None or gpu.parts or layout.late or not self.only_launches:
             return None
-        if layout.keys != ROW_KEYS or layout.row_layouts():
+        if key == _ROWS and (layout.keys != ROW_KEYS or layout.row_layouts()):
             return None  # there is more to write than rows
         if self.mover.follows:
             return None  # what is drawn may still be on its way
@@ -119,6 +119,12 @@ class PaddedDeviceBuffers(PaddedBuffers):
                 self.host["rows"].numpy(),
                 self.host["blocks"].numpy(),
                 layout.reach,
+                draw=(self.random.numpy(), self.beta.numpy()),
+                memory=self.memory[1],
+                drawn=None if key == _ROWS else key,
+                weights=self.mirror["weights"].data_ptr() - self.memory[1].data_ptr()
+                if layout.weighs
+                else None,
                 functions={name: driver.address_of(name) for name in FUNCTIONS},
                 graph=graph.handle,
                 stream=stream.cuda_stream,
@@ -127,6 +133,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
             )
         self._queued.after(gpu.released.cuda_event)
         self.begin()
+        self.is_drawn_here = key != _ROWS
         return self._queued
 
     def plans_of(self, table: Table) -> list[tuple[Plans, torch.Tensor | None]]:

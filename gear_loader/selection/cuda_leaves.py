@@ -24,7 +24,9 @@ from gear_loader.kernels.sum_tree import (
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.weights import SHARE, may_leave_range, out_of_range
+from gear_loader.storage.queued import FUNCTIONS, QueuedUpdate
 from gear_loader.storage.snapshot import Snapshot
+from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import upload
@@ -82,6 +84,7 @@ class CudaLeaves:
         )
         self.status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self.cuda)
         self.out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self.cuda)
+        self._clean: Array = np.array([NOWHERE, 0, 0], dtype=np.int64)
         self._last: Any = torch.cuda.Event() if self.cuda else None  # recorded after all queued work
         self._streams: set[int] = set()  # streams that have used the tensors
         self.leave()  # other streams wait until the tensors are initialised
@@ -118,6 +121,11 @@ class CudaLeaves:
         copy(self.status, self.wide.status)
         if self.may_leave_range:
             copy(self.out_of_range, self.cut)
+
+    @property
+    def reports(self) -> tuple[int, int, Array]:
+        """What tells compiled loops of errors that the GPU has reported, as `queue_drawn` takes it."""
+        return self._last.cuda_event, self.status.data_ptr(), self._clean
 
     def raise_late(self, *, wait: bool = False) -> None:
         """Raise an error that the GPU has reported. The caller holds the mutex: another thread's draw or update would
@@ -252,7 +260,7 @@ _SLOTS = 4
 _KINDS = 8
 """Numbers of rows, the last ones, for which slots are kept."""
 _NAMES = ("index", "priority", "generation", "anchor")
-_DTYPES = (torch.int64, torch.float32, torch.int64, torch.int64)
+PART_DTYPES = torch.int64, torch.float32, torch.int64, torch.int64
 
 Parts = tuple[torch.Tensor | None, ...]
 """index, priority, generation and anchor of an update."""
@@ -263,19 +271,22 @@ class UpdateSlot:
 
     Attributes:
         parts: index, priority, generation and anchor: int64 [n], float32 [n] for priority; None for what is not given.
-        items: int64 [n], the items that the update finds. work: its launches. done: recorded after them, on a GPU.
+        items: int64 [n], the items that the update finds. work: its launches. On a GPU, given: recorded after the
+            copies; done: after the launches.
     """
 
     def __init__(self, like: Parts) -> None:
         self.parts: Parts = tuple(
             None if part is None else torch.empty(part.shape, dtype=kind, device=part.device)
-            for part, kind in zip(like, _DTYPES, strict=True)
+            for part, kind in zip(like, PART_DTYPES, strict=True)
         )
         assert self.parts[0] is not None
         self.items = torch.empty_like(self.parts[0])
         self.work = RepeatedWork()
+        self.given: Any = torch.cuda.Event() if self.items.is_cuda else None
         self.done: Any = torch.cuda.Event() if self.items.is_cuda else None
         self._streams: set[int] = set()
+        self._queued: QueuedUpdate | None = None
 
     def fill(self, parts: Parts, consumer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
         """Queue copies of an update's tensors on the consumer's stream, the current one, for an update on `stream`.
@@ -290,6 +301,32 @@ class UpdateSlot:
                     if kept is not None:
                         kept.record_stream(user)
         self.copy(parts)
+        self.given.record(consumer)
+
+    def queued(self, consumer: torch.cuda.Stream, stream: torch.cuda.Stream) -> QueuedUpdate | None:
+        """What one compiled call queues on `stream`, with tensors of `consumer`; None if it cannot, or not yet."""
+        graph, handle = self.work.graph, stream.cuda_stream
+        if graph is None or not {consumer.cuda_stream, handle} <= self._streams:
+            return None
+        if self._queued is None or (self._queued.graph, self._queued.stream) != (graph.handle, handle):
+            self._queued = QueuedUpdate(
+                {name: driver.address_of(name) for name in FUNCTIONS},
+                graph=graph.handle,
+                stream=handle,
+                given=self.given.cuda_event,
+                done=self.done.cuda_event,
+            )
+        return self._queued
+
+    def copies(self, parts: Parts) -> Array:
+        """Addresses of this memory and of an update's tensors, and their bytes, int64 [n, 3]; see `queue_update`."""
+        pairs = zip(self.parts, parts, strict=True)
+        found = [
+            (kept.data_ptr(), part.data_ptr(), part.numel() * part.element_size())
+            for kept, part in pairs
+            if kept is not None and part is not None
+        ]
+        return np.array(found, dtype=np.int64)
 
     def copy(self, parts: Parts) -> None:
         """Copy an update's tensors on the current stream."""
@@ -304,6 +341,14 @@ class UpdateSlots:
     def __init__(self) -> None:
         self._slots: collections.OrderedDict[tuple[object, ...], collections.deque[UpdateSlot]]
         self._slots = collections.OrderedDict()
+
+    def next_of(self, parts: Parts) -> UpdateSlot | None:
+        """What `take` would return; None if that would be a new one, or tensors do not fit together."""
+        index = parts[0]
+        if index is None or any(part is not None and part.shape != index.shape for part in parts):
+            return None
+        slots = self._slots.get((len(index), *(part is None for part in parts)))
+        return slots[0] if slots is not None and len(slots) == _SLOTS else None
 
     def take(self, parts: Parts) -> UpdateSlot:
         """The slot for an update's tensors, which `check_parts` has checked.
@@ -338,6 +383,11 @@ def check_parts(parts: Parts) -> None:
                 f"{name} is {part.dtype} {list(part.shape)}; expected {kind} [{'n' if count < 0 else count}], as many "
                 "as index has. Nothing was changed."
             )
+
+
+def is_plain(part: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor's memory is that of a slot: of this dtype, [n], one element after the other, as they are."""
+    return part.dtype == dtype and part.ndim == 1 and part.is_contiguous() and not part.is_neg()
 
 
 def _with_sign(part: torch.Tensor) -> torch.Tensor:

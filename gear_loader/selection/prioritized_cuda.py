@@ -10,8 +10,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from gear_loader.kernels.devices import on_device
 from gear_loader.selection.base import SelectionContext
-from gear_loader.selection.cuda_leaves import CudaLeaves, Parts, UpdateSlots, check_parts
+from gear_loader.selection.cuda_leaves import (
+    PART_DTYPES,
+    CudaLeaves,
+    Parts,
+    UpdateSlots,
+    check_parts,
+    is_plain,
+)
 from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change
 from gear_loader.selection.priorities import ANCHORS, LEAVES, draw_key
@@ -20,9 +28,11 @@ from gear_loader.selection.samplers import SAMPLE_EPOCH, Draw
 from gear_loader.selection.state import BatchRows
 from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves
+from gear_loader.storage.counters import NUM_TOUCHED
 from gear_loader.storage.device_images import follow_writes
 from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.priority_updates import check_names
+from gear_loader.storage.queued import LATE, REFUSED, QueuedBatch, queue_drawn, queue_update
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.storage.snapshot import Snapshot
@@ -89,6 +99,9 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         with outside_inference(), beside_captures(device):
             super().__init__(context, history=history)
         self._stream: Any = None  # stream that fills batches and runs updates
+        # Whether a graph is all of a draw: other draws have parts that only torch computes.
+        self._draws_by_graph = context.sampler.weighs and not self._leaves.may_leave_range
+        self._draws_by_graph &= context.table._engine.reader().queues_inline
 
     def _make_leaves(self, items: ItemMap, change: Change) -> CudaLeaves:
         self._leaves = CudaLeaves(self.context, items, self.view, self._device)
@@ -99,6 +112,37 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         """See `Selection.fill`: the host does not draw."""
         return False
+
+    def queue(self, draw: Draw, batch: QueuedBatch, ticket: Ticket) -> bool:
+        context, on, priorities = self.context, self._leaves, self.priorities
+        reader = context.table._engine.reader()
+        sampler: Any = context.sampler
+        if batch.drawn != self._number or draw.count != batch.count or not self._draws_by_graph:
+            return False
+        with priorities.mutex:
+            stream, position, copy = self._stream, priorities.items.position, 0
+            if stream is None or stream.cuda_stream != batch.stream:
+                return False
+            if priorities.unset is not None or self.history.pending or len(context.table) == 0:
+                return False
+            if draw.epoch < SAMPLE_EPOCH:
+                if position != reader.position:
+                    return False
+                replaced = (
+                    self.history.replaced()
+                )  # before its memory is written, as there may be an exception
+                if replaced is None or replaced.memory is None or replaced.memory.shape != batch.memory.shape:
+                    return False
+                copy = replaced.memory.data_ptr()
+            keys = draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)
+            given = *on.reports, *keys, sampler.beta_at(draw.number), copy
+            samples = context.samples(draw.count)
+            if not reader.queue_inline(queue_drawn, batch, NUM_TOUCHED, position, samples, ticket, *given):
+                return False
+            if copy:
+                rows = functools.partial(_parts, replaced.memory, batch.count, batch.count, batch.weights)
+                self.history.remember(draw, _Drawn(rows, replaced.memory))
+        return True
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`: `SelectedRows` for a repeated batch, else `CudaRows`, which draw on the GPU."""
@@ -186,16 +230,16 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         """Queue a copy of what was drawn, into the memory of the entry that it replaces if possible."""
         if draw.epoch >= SAMPLE_EPOCH:
             return
-        rows, _, *weights = places.out
-        memory, size, count = places.memory, rows.shape[1], draw.count
-        begin = weights[0].data_ptr() - memory.data_ptr() if weights else None
-        replaced = self.history.replaced()
+        memory, replaced = places.memory, self.history.replaced()
         old = None if replaced is None else replaced.memory
         if old is not None and old.shape == memory.shape:
             old.copy_(memory, non_blocking=True)
         else:
             old = memory.clone()
-        self.history.remember(draw, _Drawn(functools.partial(_parts, old, size, count, begin), old))
+        rows, _, *weights = places.out
+        begin = weights[0].data_ptr() - memory.data_ptr() if weights else None
+        parts = functools.partial(_parts, old, rows.shape[1], draw.count, begin)
+        self.history.remember(draw, _Drawn(parts, old))
 
     # ---------------------------------------------------------------- updating
 
@@ -210,10 +254,12 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         stale: Literal["ignore", "error"],
         between: Callable[[Callable[[], object]], None],
     ) -> None:
-        with self.priorities.mutex:
-            self._leaves.raise_late()
         unit = self.context.sampler.unit
         given = [index, priority, generation, anchor]
+        if stale == "ignore" and self._queue_again(tuple(given)):
+            return
+        with self.priorities.mutex:
+            self._leaves.raise_late()
         if stale == "error" or not all(part is None or self._is_here(part) for part in given):
             new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
             checked_leaves(self.context.sampler, new.priorities)
@@ -231,6 +277,31 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def _is_here(self, part: Any) -> bool:
         return isinstance(part, torch.Tensor) and part.device == self._device
+
+    def _queue_again(self, parts: tuple[Any, ...]) -> bool:
+        """Queue an update like one before in one compiled call; False, having done nothing, if that cannot be."""
+        kinds = zip(parts, PART_DTYPES, strict=True)
+        if not all(part is None or (self._is_here(part) and is_plain(part, kind)) for part, kind in kinds):
+            return False
+        with self.priorities.mutex, self.context.table._engine.region.using(), on_device(self._device):
+            priorities, slot = self.priorities, self._updates.next_of(parts)
+            if slot is None or self._stream is None or priorities.unset is not None:
+                return False
+            if priorities.items.position != self.context.table._engine.reader().position:
+                return False
+            consumer, stream = current_stream(self._device), self._stream
+            update = slot.queued(consumer, stream)
+            if update is None:
+                return False
+            result = queue_update(
+                update.words, consumer.cuda_stream, slot.copies(parts), *self._leaves.reports
+            )
+            if result == LATE:
+                return False
+            if result == REFUSED:
+                raise RuntimeError(f"CUDA could not queue an update: the driver returned {update.code}.")
+            self._updates.take(parts)
+        return True
 
     def _queue_update(self, parts: Parts) -> None:
         """Queue an update, whose tensors are the caller's again when this returns, by a graph.
@@ -253,7 +324,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         stream = consumer if self._stream is None else self._stream
         with outside_inference():
             slot.fill(parts, consumer, stream)
-        stream.wait_stream(consumer)
+        stream.wait_event(slot.given)
 
         def queue() -> None:
             self._launch_update(slot.items, slot.parts)

@@ -90,9 +90,12 @@ class SnapshotSelection(Selection):
     def queue(self, draw: Draw, batch: QueuedBatch, ticket: Ticket) -> bool:
         reader = self.context.table._engine.reader()
         found = self._inline(draw, batch.count) if reader.queues_inline else None
-        if found is None:
+        if found is None or batch.drawn is not None:
             return False
-        return reader.queue_inline(queue_uniform, batch, *found, ticket, *self._drawing(draw))
+        places, counter, since, samples = found
+        blocks = reader.arrays.block_steps, reader.arrays.num_blocks
+        given = places.table, *blocks, *self._drawing(draw)
+        return reader.queue_inline(queue_uniform, batch, counter, since, samples, ticket, *given)
 
     def _inline(self, draw: Draw, count: int) -> tuple[Places, int, int, int] | None:
         """What a compiled call draws from, as `TableReader.draw_inline` takes it; None if it cannot."""

@@ -7,10 +7,11 @@ because the GPU reads later; the driver is never called under the table's lock.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numba import carray, njit
 
 from gear_loader.native.compile import compiled
@@ -21,7 +22,16 @@ from gear_loader.native.random import uniform_rows
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import Array
 
-__all__ = ["BUSY", "FUNCTIONS", "REFUSED", "QueuedBatch", "queue_uniform"]
+__all__ = [
+    "BUSY",
+    "FUNCTIONS",
+    "LATE",
+    "REFUSED",
+    "QueuedBatch",
+    "queue_drawn",
+    "queue_uniform",
+    "queue_update",
+]
 
 FUNCTIONS = {
     name: place
@@ -31,17 +41,20 @@ FUNCTIONS = {
             "cuStreamWaitEvent",
             "cuGraphLaunch",
             "cuEventRecord",
+            "cuMemcpyDtoDAsync_v2",
         )
     )
 }
-"""Functions of the driver, by their places in the words of a batch."""
-_QUERY, _WAIT, _LAUNCH, _RECORD = range(4)
-_STREAM, _GRAPH, _FILLED, _RELEASED, _CODE = range(4, 9)
-_NAMES, _EXTENT, _IDS, _COUNT, _WIDTH, _FIRST, _LAST, _ONCE = range(9, 17)
-_NUM_WORDS = 17
+"""Functions of the driver, by their places in the words of a batch and of an update."""
+_QUERY, _WAIT, _LAUNCH, _RECORD, _COPY = range(5)
+_STREAM, _GRAPH, _FILLED, _RELEASED, _CODE = range(5, 10)
+_NAMES, _EXTENT, _IDS, _COUNT, _WIDTH, _FIRST, _LAST, _ONCE = range(10, 18)
+_RANDOM, _BETA, _MEMORY, _BYTES = range(18, 22)
+_NUM_WORDS = 22
 
-BUSY, REFUSED = -1, -2
-"""Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses."""
+BUSY, REFUSED, LATE = -1, -2, -3
+"""Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses; the
+GPU has reported an error of earlier work, and nothing was done."""
 
 
 class QueuedBatch:
@@ -49,14 +62,17 @@ class QueuedBatch:
 
     Args:
         rows: int64 [6, B], ids: int32 [B, K], as a GPU's buffers have them. reach: of the windows.
+        draw: pinned int64 [3] and float32 [1], which a draw on the GPU reads, see `DrawPlaces`.
+        memory: uint8 tensor on the GPU, in which that puts the rows. weights: the byte of it where their weights begin,
+            or None. drawn: key of the graph, if it begins with a draw.
         functions: addresses of `FUNCTIONS`. graph: handle of the executable graph. stream: that it is launched on.
         filled: event that is recorded after it. wait: waits for that, as the GPU last did.
 
     Attributes:
-        count: rows of the batch, B. graph: as given. words: int64, for the loops.
+        count: rows of the batch, B. memory, drawn, weights, graph, stream: as given. words: int64, for the loops.
     """
 
-    __slots__ = ("_arrays", "count", "graph", "wait", "words")
+    __slots__ = ("_arrays", "count", "drawn", "graph", "memory", "stream", "wait", "weights", "words")
 
     def __init__(
         self,
@@ -64,20 +80,25 @@ class QueuedBatch:
         ids: Array,
         reach: Reach,
         *,
+        draw: tuple[Array, Array],
+        memory: torch.Tensor,
+        drawn: Hashable,
+        weights: int | None,
         functions: Mapping[str, int],
         graph: int,
         stream: int,
         filled: int,
         wait: Callable[[], object],
     ) -> None:
-        self._arrays, self.count, self.graph, self.wait = (rows, ids), rows.shape[1], graph, wait
-        self.words: Array = np.zeros(_NUM_WORDS, dtype=np.int64)
-        for name, place in FUNCTIONS.items():
-            self.words[place] = functions[name]
+        self._arrays, self.count, self.wait = (rows, ids, *draw), rows.shape[1], wait
+        self.graph, self.stream, self.memory, self.drawn, self.weights = graph, stream, memory, drawn, weights
+        self.words = _words(_NUM_WORDS, functions)
         self.words[[_STREAM, _GRAPH, _FILLED]] = stream, graph, filled
         self.words[[_NAMES, _EXTENT, _IDS]] = rows.ctypes.data, rows[3:].ctypes.data, ids.ctypes.data
         self.words[[_COUNT, _WIDTH]] = self.count, ids.shape[1]
         self.words[[_FIRST, _LAST, _ONCE]] = reach
+        self.words[[_RANDOM, _BETA]] = draw[0].ctypes.data, draw[1].ctypes.data
+        self.words[[_MEMORY, _BYTES]] = memory.data_ptr(), memory.numel()
 
     def after(self, released: int) -> None:
         """Let the work come after an event; 0: after none."""
@@ -89,16 +110,33 @@ class QueuedBatch:
         return int(self.words[_CODE])
 
 
+def _words(count: int, functions: Mapping[str, int]) -> Array:
+    words = np.zeros(count, dtype=np.int64)
+    for name, place in FUNCTIONS.items():
+        words[place] = functions[name]
+    return words
+
+
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _launch(words: Any) -> Any:
-    """Queue the graph after the last user of the batch, and record that it is filled; 0 or REFUSED."""
-    code = 0
+def _launch(words: Any, ended: Any, copy: Any) -> Any:
+    """Queue the graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
+
+    Args:
+        ended, copy: see `queue_drawn`; 0: there is none.
+    """
+    stream, code = words[_STREAM], 0
     if words[_RELEASED] != 0:
-        code = call(words[_WAIT], words[_STREAM], words[_RELEASED], 0)
+        code = call(words[_WAIT], stream, words[_RELEASED], 0, 0)
+    if code == 0 and ended != 0:
+        code = call(words[_WAIT], stream, ended, 0, 0)
     if code == 0:
-        code = call(words[_LAUNCH], words[_GRAPH], words[_STREAM], 0)
+        code = call(words[_LAUNCH], words[_GRAPH], stream, 0, 0)
+    if code == 0 and copy != 0:
+        code = call(words[_COPY], copy, words[_MEMORY], words[_BYTES], stream)
     if code == 0:
-        code = call(words[_RECORD], words[_FILLED], words[_STREAM], 0)
+        code = call(words[_RECORD], words[_FILLED], stream, 0, 0)
+    if code == 0 and ended != 0:
+        code = call(words[_RECORD], ended, stream, 0, 0)
     words[_CODE] = code
     return 0 if code == 0 else REFUSED
 
@@ -119,7 +157,7 @@ def queue_uniform(  # type: ignore[no-untyped-def]
     Returns:
         0, BUSY, REFUSED, or the number of invalid windows, which are not queued.
     """
-    if call(words[_QUERY], words[_FILLED], 0, 0) != 0:
+    if call(words[_QUERY], words[_FILLED], 0, 0, 0) != 0:
         return BUSY
     count, width = words[_COUNT], words[_WIDTH]
     names = carray(pointer(words[_NAMES]), (3, count), np.int64)
@@ -151,4 +189,97 @@ def queue_uniform(  # type: ignore[no-untyped-def]
         num_blocks,
         words[_ONCE] != 0,
     )
-    return bad if bad > 0 else _launch(words)
+    return bad if bad > 0 else _launch(words, 0, 0)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _reported(words: Any, ended: Any, status: Any, clean: Any) -> Any:
+    """Whether earlier work has ended and reported an error; see `CudaLeaves.raise_late`."""
+    if call(words[_QUERY], ended, 0, 0, 0) != 0:
+        return False
+    return np.any(carray(pointer(status), (len(clean),), np.int64) != clean)
+
+
+@functools.partial(compiled, nogil=False)
+def queue_drawn(  # type: ignore[no-untyped-def]
+    index, words, ended, status, clean, leaf_key, step, anchor_key, beta, copy
+):
+    """Let a GPU draw a batch by priority, and gather it.
+
+    Args:
+        index: as for `queue_uniform`. words: of a `QueuedBatch` whose graph draws.
+        ended: event that is recorded after all work on the priorities. status: address of pinned int64, which that
+            writes. clean: int64, what they are without an error.
+        leaf_key, step, anchor_key, beta: what the draw reads. copy: address on the GPU that gets a copy of the rows; 0:
+            none does.
+
+    Returns:
+        0, BUSY, LATE or REFUSED.
+    """
+    if call(words[_QUERY], words[_FILLED], 0, 0, 0) != 0:
+        return BUSY
+    if _reported(words, ended, status, clean):
+        return LATE
+    random = carray(pointer(words[_RANDOM]), (3,), np.int64)
+    random[0], random[1], random[2] = leaf_key, step, anchor_key
+    carray(pointer(words[_BETA]), (1,), np.float32)[0] = beta
+    return _launch(words, ended, copy)
+
+
+class QueuedUpdate:
+    """An update of priorities that is copied, and whose graph is launched, by one compiled call.
+
+    Args:
+        functions: addresses of `FUNCTIONS`. graph: handle of the executable graph. stream: that it is launched on.
+        given, done: events that are recorded when the tensors are copied, and after the update.
+
+    Attributes:
+        graph, stream: as given. words: int64, for the loop.
+    """
+
+    __slots__ = ("graph", "stream", "words")
+
+    def __init__(
+        self, functions: Mapping[str, int], *, graph: int, stream: int, given: int, done: int
+    ) -> None:
+        self.graph, self.stream, self.words = graph, stream, _words(_NUM_WORDS, functions)
+        self.words[[_STREAM, _GRAPH, _FILLED, _RELEASED]] = stream, graph, given, done
+
+    @property
+    def code(self) -> int:
+        """What the driver has returned last."""
+        return int(self.words[_CODE])
+
+
+@functools.partial(compiled, nogil=False)
+def queue_update(words, consumer, copies, ended, status, clean):  # type: ignore[no-untyped-def]
+    """Copy the tensors of an update on the stream that has written them, and queue it on its own.
+
+    Args:
+        words: of a `QueuedUpdate`. consumer: stream that has written the tensors.
+        copies: int64 [n, 3], target, source and bytes. ended, status, clean: as for `queue_drawn`.
+
+    Returns:
+        0, LATE or REFUSED.
+    """
+    if _reported(words, ended, status, clean):
+        return LATE
+    stream, given, done = words[_STREAM], words[_FILLED], words[_RELEASED]
+    code = call(words[_WAIT], consumer, done, 0, 0)
+    for i in range(len(copies)):
+        if code == 0:
+            code = call(words[_COPY], copies[i, 0], copies[i, 1], copies[i, 2], consumer)
+    if code == 0:
+        code = call(words[_RECORD], given, consumer, 0, 0)
+    if code == 0:
+        code = call(words[_WAIT], stream, given, 0, 0)
+    if code == 0:
+        code = call(words[_WAIT], stream, ended, 0, 0)
+    if code == 0:
+        code = call(words[_LAUNCH], words[_GRAPH], stream, 0, 0)
+    if code == 0:
+        code = call(words[_RECORD], done, stream, 0, 0)
+    if code == 0:
+        code = call(words[_RECORD], ended, stream, 0, 0)
+    words[_CODE] = code
+    return 0 if code == 0 else REFUSED

@@ -18,7 +18,7 @@ from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.inline import HELD, InlineBatch, Places
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
-from gear_loader.storage.queued import BUSY, REFUSED, QueuedBatch
+from gear_loader.storage.queued import BUSY, LATE, REFUSED, QueuedBatch
 from gear_loader.storage.readers import Readers, Ticket
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.snapshot import Log, Snapshot
@@ -144,7 +144,6 @@ class TableReader:
         self,
         loop: Callable[..., int],
         batch: QueuedBatch,
-        places: Places,
         counter: int,
         since: int,
         samples: int,
@@ -156,7 +155,7 @@ class TableReader:
 
         Args:
             loop: of `gear_loader.storage.queued`. batch: where the rows go. ticket: begun, for the caller to release.
-            places, counter, since, samples, given: as for `draw_inline`.
+            counter, since, samples: as for `draw_inline`. given: the loop's arguments after `words`.
 
         Returns:
             False, having done nothing, if the batch must be drawn and gathered in steps.
@@ -166,9 +165,11 @@ class TableReader:
         """
         if not self._begin_unchanged(ticket, counter, since, samples):
             return False
-        tables = self._places.table, batch.words, places.table
-        while (bad := loop(*tables, self.arrays.block_steps, self.arrays.num_blocks, *given)) == BUSY:
+        while (bad := loop(self._places.table, batch.words, *given)) == BUSY:
             batch.wait()
+        if bad == LATE:
+            self.undo(ticket)
+            return False
         if bad == REFUSED:
             raise RuntimeError(f"CUDA could not queue a batch: the driver returned {batch.code}.")
         self.check_gathered(bad)

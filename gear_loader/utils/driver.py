@@ -24,6 +24,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuStreamWaitEvent": [_POINTER, _POINTER, ctypes.c_uint],
     "cuEventQuery": [_POINTER],
     "cuEventRecord": [_POINTER, _POINTER],
+    "cuMemcpyDtoDAsync_v2": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, _POINTER],
     "cuDeviceGet": [_POINTER, _NUMBER],
     "cuDeviceGetAttribute": [_POINTER, _NUMBER, _NUMBER],
 }

@@ -270,6 +270,19 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Event, "record", "cuEventRecord"), Scenario.queued
     ),
     "one compiled call reads without a ticket": Defect(_no_ticket, Scenario.queued),
+    "draws and updates that are queued in one call do not wait for each other": Defect(
+        _left_out(Stream, "wait_event", "cuStreamWaitEvent"), Scenario.queued_draws
+    ),
+    "draws and updates that are queued in one call do not say when they end": Defect(
+        _left_out(Event, "record", "cuEventRecord"), Scenario.queued_draws
+    ),
+    "one compiled call draws with numbers of an earlier batch": Defect(
+        lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.queued_draws
+    ),
+    "one compiled call keeps no copy of the rows": Defect(
+        lambda patch: patch.setattr(cuda.Cuda, "cuMemcpyDtoDAsync_v2", lambda self, *given: 0),
+        Scenario.queued_draws,
+    ),
     "a batch is delivered without waiting for the stream that fills it": Defect(
         _left_out(Stream, "wait_event", "_deliver")
     ),
@@ -295,7 +308,7 @@ DEFECTS: dict[str, Defect] = {
     "an update runs beside a draw": Defect(_beside),
     "streams that use the tree do not wait for each other": Defect(_left_out(Stream, "wait_event", "enter")),
     "an update reads priorities before they are computed": Defect(
-        _left_out(Stream, "wait_stream", "_queue_update")
+        _left_out(Stream, "wait_event", "_queue_update")
     ),
     "an update's memory is used again before it has run": Defect(_one_slot),
     "an update reads the caller's own tensors": Defect(_callers_memory),

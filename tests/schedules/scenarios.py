@@ -162,6 +162,14 @@ class Scenario(Shrinkable):
         return dataclasses.replace(cls.of(seed), **choices, copy=None if seed % 2 else False)
 
     @classmethod
+    def queued_draws(cls, seed: int) -> Scenario:
+        """That of a seed whose draws by priority, and updates, are queued in one compiled call each."""
+        sampler = ["prioritized", "prioritized steps", "distinct"][seed % 3]
+        choices = {"sampler": sampler, "updates": "device", "batches": 32, "epochs": 1, "pinned": True}
+        scenario, few = cls.of(seed), {"prefetch": seed % 2, "hold": seed % 3 // 2, "stops": False}
+        return dataclasses.replace(scenario, **choices, **few, copy=None, writes=min(scenario.writes, 20))
+
+    @classmethod
     def flat_tier(cls, seed: int) -> Scenario:
         """That of a seed with packed batches of a table with a disk tier, in half of them with a late column."""
         scenario = cls.flat(seed)
@@ -613,12 +621,11 @@ class Run:
             self.expected[key] = {name: cloned(value) for name, value in batch.items()}
             return made
 
-        queue_here = selection.queue
+        queue_here, by_priority = selection.queue, isinstance(selection, PrioritizedSelection)
 
         def queue(given: Any, batch: Any, ticket: Any) -> bool:
-            if (
-                data.table._engine.reader().known() is None
-            ):  # as it finds itself: the twin below would look anew
+            # As it finds itself: the twin below would look anew.
+            if not by_priority and data.table._engine.reader().known() is None:
                 return False
             own = Ticket()
             rows = twin.draw(given, own)
@@ -633,9 +640,7 @@ class Run:
                 self.expected[key] = {name: cloned(value) for name, value in whole.items()}
             return done
 
-        selection.draw = draw  # type: ignore[method-assign]
-        if not isinstance(selection, PrioritizedSelection):
-            selection.queue = queue  # type: ignore[method-assign]
+        selection.draw, selection.queue = draw, queue  # type: ignore[method-assign]
         if not isinstance(selection, PrioritizedSelection):
             return
         on_gpu = isinstance(selection, CudaPrioritizedSelection)
@@ -643,7 +648,7 @@ class Run:
         name = "_queue_update" if on_gpu else "update"
         update_here = getattr(owner, name)
 
-        def update(*args: Any) -> None:
+        def update_twin() -> None:
             batch, number = self._updates.pop(0)
             self._updated += 1
             twin.update_priority(  # type: ignore[attr-defined]
@@ -654,9 +659,23 @@ class Run:
                 stale="ignore",
                 between=lambda call: call(),
             )
+
+        def update(*args: Any) -> None:
+            update_twin()
             update_here(*args)
 
         setattr(owner, name, update)
+        if isinstance(selection, CudaPrioritizedSelection):
+            again, mutex = selection._queue_again, selection.priorities.mutex
+
+            def queue_again(parts: Any) -> bool:
+                with mutex:
+                    if done := again(parts):
+                        self.cuda.machine.counts["queued updates"] += 1
+                        update_twin()
+                return done
+
+            selection._queue_again = queue_again  # type: ignore[method-assign]
 
 
 def priorities(batch: Any, number: int, by_index: bool) -> torch.Tensor:

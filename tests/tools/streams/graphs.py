@@ -57,9 +57,10 @@ def kind_of(value: Any) -> str:
 
 _COMPILED: dict[str, Callable[..., int]] = {
     "cuEventQuery": lambda cuda, event, *_: cuda.cuEventQuery(event),
-    "cuStreamWaitEvent": lambda cuda, *given: cuda.cuStreamWaitEvent(*given),
-    "cuGraphLaunch": lambda cuda, graph, stream, _: cuda.cuGraphLaunch(graph, stream),
-    "cuEventRecord": lambda cuda, event, stream, _: cuda.cuEventRecord(event, stream),
+    "cuStreamWaitEvent": lambda cuda, stream, event, flags, _: cuda.cuStreamWaitEvent(stream, event, flags),
+    "cuGraphLaunch": lambda cuda, graph, stream, *_: cuda.cuGraphLaunch(graph, stream),
+    "cuEventRecord": lambda cuda, event, stream, *_: cuda.cuEventRecord(event, stream),
+    "cuMemcpyDtoDAsync_v2": lambda cuda, *given: cuda.cuMemcpyDtoDAsync_v2(*given),
 }
 """How compiled loops call the functions."""
 
@@ -87,7 +88,7 @@ class GraphCalls:
     # ---------------------------------------------------------------- events, as compiled loops ask for them
 
     def address_of(self, name: str) -> int:
-        """The address of a function, which compiled loops call with three numbers; what it raises is a failure."""
+        """The address of a function, which compiled loops call with four numbers; what it raises is a failure."""
 
         def called(*given: int) -> int:
             try:
@@ -97,7 +98,7 @@ class GraphCalls:
                 return 906
 
         if name not in self._callbacks:
-            self._callbacks[name] = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3)(called)
+            self._callbacks[name] = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 4)(called)
         address = ctypes.cast(self._callbacks[name], ctypes.c_void_p).value
         assert address
         return address
@@ -112,6 +113,20 @@ class GraphCalls:
     def cuStreamWaitEvent(self: Any, stream: int, event: int, flags: int) -> int:
         assert flags == 0
         self._stream(stream).wait_event(event_of(event))
+        return 0
+
+    def cuMemcpyDtoDAsync_v2(self: Any, target: int, source: int, count: int, stream: int) -> int:
+        views = [View.at(address, (count,), torch.uint8) for address in (source, target)]
+        assert not any(map(self.memory.is_pinned, views)), "memory of another kind"
+        on = self._stream(stream)
+        with self.on_stream(on):
+            self.launch(
+                torch.device("cuda", on.device),
+                "copy on the device",
+                lambda: views[1].tensor().copy_(views[0].tensor()),
+                reads=views[:1],
+                writes=views[1:],
+            )
         return 0
 
     # ---------------------------------------------------------------- building
