@@ -151,7 +151,7 @@ class _FillCall:
                 firsts = np.cumsum(counts) - counts
                 at = np.repeat(ends - counts - firsts, counts) + np.arange(counts.sum())
                 runs.append(np.stack((np.arange(len(rows)), total + firsts, total + firsts + counts), axis=1))
-                sizes.append(values.sizes[0][at])
+                sizes.append(values.parts[0, 0, at])
                 parts.append((values, at, slice(total, total + len(at))))
                 total += len(at)
 

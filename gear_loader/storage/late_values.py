@@ -153,21 +153,19 @@ def _ragged_values(
         records, values = with_step_records({name: column}, {name: part}, what, by_lane=False)
         assert values is not None
         found.append(values)
-    lengths: Array = np.array([len(each.rows[0]) for each in found], dtype=np.int64)
-    sizes, rows, addresses, records = (
-        np.concatenate([getattr(each, part)[0] for each in found])
-        for part in ("sizes", "rows", "addresses", "records")
-    )
+    lengths: Array = np.array([each.parts.shape[2] for each in found], dtype=np.int64)
+    parts = np.concatenate([each.parts for each in found], axis=2)
+    records = np.concatenate([each.records[0] for each in found])
     if column.trajectory:
-        lengths = np.ones(len(rows), dtype=np.int64)
-        if len(rows) != count:
+        lengths = np.ones(len(records), dtype=np.int64)
+        if len(records) != count:
             raise SchemaError(
-                f"Column {name!r} has {len(rows)} values for {count} trajectories; expected one for each, as it is per "
-                "trajectory. Nothing was changed."
+                f"Column {name!r} has {len(records)} values for {count} trajectories; expected one for each, as it is "
+                "per trajectory. Nothing was changed."
             )
     elif whole:
-        lengths = _packed_lengths(name, starts, count, len(rows))
-    ragged = StepValues([sizes], [rows], [addresses], [records], False, [each.hold for each in found])
+        lengths = _packed_lengths(name, starts, count, len(records))
+    ragged = StepValues(parts, records[None], False, [each.hold for each in found])
     return LateValues(name, column, records.view(np.uint8), lengths, ragged)
 
 

@@ -20,6 +20,12 @@ from gear_loader.storage.operations.extents import (
     NEXT,
     SIZE,
     SLOT,
+    SPOT_AT,
+    SPOT_END,
+    SPOT_EXTENT,
+    SPOT_GENERATION,
+    SPOT_SLOT,
+    SPOT_TAKEN,
     extent_size,
 )
 from gear_loader.storage.ragged import Ragged, Values, texts
@@ -29,7 +35,15 @@ from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.lazy_torch import torch
 
-assert (HEADER, SIZE, NEXT) == (32, 0, 3)  # compiled into `gear_loader.native.ragged_copies`
+assert (HEADER, SIZE, NEXT) == (32, 0, 3)
+assert (SPOT_SLOT, SPOT_GENERATION, SPOT_EXTENT, SPOT_AT, SPOT_END, SPOT_TAKEN) == (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+)  # compiled into `gear_loader.native.ragged_copies`
 
 
 def needed_bytes(payload: Payload) -> int:
@@ -42,8 +56,7 @@ def needed_bytes(payload: Payload) -> int:
 
 def write_steps(values: StepValues, lanes: Array, steps: slice | Array, heap: Array, offsets: Array) -> bool:
     """As `write_payload`, of values that got places in the order of `StepValues.runs`; `steps` may be int64 [k] too."""
-    _, sizes = values.runs(lanes, steps)
-    addresses = values.placed(lanes, steps, offsets)
+    sizes, addresses = values.placed(lanes, steps, offsets)
     return bool(write_values(heap.ctypes.data, heap.nbytes, addresses, offsets, sizes))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -34,12 +33,13 @@ def msgpack() -> Any:
         SchemaError: it is not installed.
     """
     try:
-        return importlib.import_module("msgpack")
+        import msgpack
     except ImportError:
         raise SchemaError(
-            "A column of Python objects needs the package msgpack, which is not installed; expected it. Run pip "
-            "install 'gear-loader[objects]'."
+            "A column of Python objects needs the package msgpack, which is not installed. Install it: "
+            "pip install '.[objects]' (in a clone of Gear Loader)"
         ) from None
+    return msgpack
 
 
 @dataclasses.dataclass(frozen=True)

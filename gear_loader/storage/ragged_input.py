@@ -55,42 +55,38 @@ def with_records(schema: Schema, trajectories: Sequence[Any]) -> tuple[list[Any]
 
 
 class StepValues(NamedTuple):
-    """Ragged values of steps that a writer appends, or that trajectories have once.
+    """Ragged values of steps that a writer appends, or that trajectories have once, of C columns.
 
     Attributes:
-        sizes, rows, addresses: of each column, int64 [V], as of a `Payload`. records: of each, int64 [V, 2].
+        parts: int64 [3, C, V]: `sizes`, `rows` and `addresses` as of a `Payload`. records: int64 [C, V, 2].
         by_lane: whether value i is that of lane i; else they are steps of one lane. hold: owners of the memory.
     """
 
-    sizes: list[Array]
-    rows: list[Array]
-    addresses: list[Array]
-    records: list[Array]
+    parts: Array
+    records: Array
     by_lane: bool
     hold: object
 
     def runs(self, lanes: Array, steps: slice | Array) -> tuple[Array, Array]:
         """`Payload.runs` and `sizes` of values of lanes, int64 [m], or of steps of the only one."""
-        width, places = len(self.sizes), lanes if self.by_lane else steps
-        sizes = np.stack([each[places] for each in self.sizes])
+        sizes = self.parts[0][:, lanes if self.by_lane else steps]
         count = 1 if self.by_lane else sizes.shape[1]
-        sizes = sizes.T.reshape(-1) if self.by_lane else sizes.reshape(-1)
-        runs: Array = np.empty((len(lanes) * width, 3), dtype=np.int64)
-        runs[:, 0] = np.repeat(lanes, width)
+        runs: Array = np.empty((len(lanes) * len(sizes), 3), dtype=np.int64)
+        runs[:, 0] = np.repeat(lanes, len(sizes))
         runs[:, 1] = np.arange(len(runs)) * count
         runs[:, 2] = runs[:, 1] + count
-        return runs, sizes
+        return runs, (sizes.T if self.by_lane else sizes).reshape(-1)
 
-    def placed(self, lanes: Array, steps: slice | Array, offsets: Array) -> Array:
-        """Complete the records of values that got these places, in the order of `runs`; return their addresses."""
-        places = lanes if self.by_lane else steps
-        offsets = offsets.reshape(len(lanes), -1).T if self.by_lane else offsets.reshape(len(self.sizes), -1)
-        for found, rows, records in zip(offsets, self.rows, self.records, strict=True):
-            records[places, 0] = abs(found)
-            records[places, 1] = np.where(found < 0, -rows[places], rows[places])
-        addresses = np.stack([each[places] for each in self.addresses])
-        ordered: Array = np.ascontiguousarray(addresses.T if self.by_lane else addresses).reshape(-1)
-        return ordered
+    def placed(self, lanes: Array, steps: slice | Array, offsets: Array) -> tuple[Array, Array]:
+        """Complete the records of values that got these places, as `runs` has them; return sizes and addresses."""
+        places, width = lanes if self.by_lane else steps, len(self.records)
+        sizes, rows, addresses = self.parts[:, :, places]
+        offsets = offsets.reshape(-1, width).T if self.by_lane else offsets.reshape(width, -1)
+        self.records[:, places, 0] = abs(offsets)
+        self.records[:, places, 1] = np.where(offsets < 0, -rows, rows)
+        if self.by_lane:
+            sizes, addresses = sizes.T, addresses.T
+        return sizes.reshape(-1), addresses.reshape(-1)
 
 
 def with_step_records(
@@ -105,21 +101,24 @@ def with_step_records(
     Raises:
         SchemaError: ragged values that do not fit.
     """
-    objects = [name for name, column in columns.items() if column.ragged and column.ragged.kind == "object"]
-    rows = as_mapping(rows, objects)
+    ragged = {name: column.ragged for name, column in columns.items() if column.ragged is not None}
+    rows = as_mapping(rows, [name for name, values in ragged.items() if values.kind == "object"])
     if not isinstance(rows, Mapping):
         return rows, None  # an error of `Schema.validate`
-    rows, values = dict(settled(rows)), StepValues([], [], [], [], by_lane, hold := [])
-    for name, column in columns.items():
-        if column.ragged is not None and name in rows:
-            count, addresses, held = _located(column.ragged, rows[name], f"Column {name!r} of {what}", False)
-            rows[name] = records = np.zeros((len(count), 2), dtype=np.int64)
-            for part, found in zip(
-                values[:4], (count * column.ragged.row_bytes, count, addresses, records), strict=True
-            ):
-                part.append(found)
+    rows, hold, given = dict(settled(rows)), [], []
+    for name, values in ragged.items():
+        if name in rows:
+            count, addresses, held = _located(values, rows[name], f"Column {name!r} of {what}", False)
+            given.append((name, count * values.row_bytes, count, addresses))
             hold.append(held)
-    return rows, values if values.sizes else None
+    most = max((len(count) for _, _, count, _ in given), default=0)
+    parts: Array = np.empty((3, len(given), most), dtype=np.int64)
+    records: Array = np.zeros((len(given), most, 2), dtype=np.int64)
+    for c, (name, *found) in enumerate(given):
+        rows[name] = records[c, : len(found[1])]  # uneven lengths are an error of `Schema.validate`, too
+        for part, each in zip(parts, found, strict=True):
+            part[c, : len(each)] = each
+    return rows, StepValues(parts, records, by_lane, hold) if given else None
 
 
 class _Parts:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gear_loader.errors import GearError
 from gear_loader.native.lanes import EMPTY_LANE, LANE_GENERATION, LANE_SLOT
+from gear_loader.native.ragged_copies import append_values
 from gear_loader.storage.operations.extents import HEADER, SPOT_AT, SPOT_END, SPOT_EXTENT, SPOT_WIDTH
 from gear_loader.storage.payload import write_steps
 from gear_loader.storage.ragged_input import StepValues
@@ -15,7 +16,6 @@ from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
-    from gear_loader.storage.block_sink import BlockSink
     from gear_loader.storage.engine import Engine
 
 _AHEAD = 1 << 16
@@ -26,10 +26,10 @@ class RaggedSteps:
     """Places the values of steps in the payload memory, for the trajectories of a sink's lanes.
 
     Args:
-        table: the table. sink: has the lanes, n of them.
+        table: the table. sink: a `BlockSink`, which has the lanes, n of them.
     """
 
-    def __init__(self, table: Engine, sink: BlockSink, n: int) -> None:
+    def __init__(self, table: Engine, sink: Any, n: int) -> None:
         self._table, self._sink = table, sink
         self._heap = table.region.payload()
         self._ahead = min(_AHEAD, self._heap.nbytes // (64 * n))
@@ -44,6 +44,8 @@ class RaggedSteps:
         Raises:
             As `Index.begin`: nothing was stored.
         """
+        if self._append(chosen, values, first, count):
+            return
         steps = slice(first, first + count)
         offsets = self._find(chosen, values, steps, visible=False)
         assert offsets is not None
@@ -56,6 +58,14 @@ class RaggedSteps:
         """
         lanes, index = self._sink.lanes, self._sink.index
         steps = slice(first, first + count)
+
+        def append() -> bool:
+            states = index.arrays.state[slots := lanes[chosen, LANE_SLOT]]
+            live = (states == READY) & (index.arrays.generation[slots] == lanes[chosen, LANE_GENERATION])
+            return bool(live.all()) and self._append(chosen, values, first, count)
+
+        if len(chosen) and index.recovery.locked(append):
+            return chosen
         while len(chosen) and self._find(chosen, values, steps, visible=True) is None:
             slots = lanes[chosen, LANE_SLOT]
             live = index.arrays.state[slots] == READY
@@ -63,6 +73,11 @@ class RaggedSteps:
             lanes[chosen[~live]] = EMPTY_LANE
             chosen = chosen[live]
         return chosen
+
+    def _append(self, chosen: Array, values: StepValues, first: int, count: int) -> bool:
+        """Store values in what the trajectories of lanes keep for them; False, having done nothing, if it is small."""
+        given = self._heap.ctypes.data, self._sink.lanes, chosen, self._spots, first
+        return bool(append_values(*given, -1 if values.by_lane else count, values.parts, values.records))
 
     def _find(self, chosen: Array, values: StepValues, steps: slice, *, visible: bool) -> Array | None:
         """Places of values, int64 [V]; None if some of the trajectories are gone."""

@@ -170,7 +170,8 @@ class Writer:
             done += count
             if lane[LANE_STEPS] == self._cut_at:
                 indices += self._cut(count)
-        self._first, self._end = sink.show(self._columns)
+        if not self._schema.ragged:
+            self._first, self._end = sink.show(self._columns)
         return indices
 
     def _grow(self, rows: Any) -> tuple[int, ...]:
