@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gear_loader.selection.samplers import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.selection.step_budget import Steps
     from gear_loader.sources.named import load_dataset
+    from gear_loader.storage.codecs import Codec
     from gear_loader.storage.device_writer import DeviceWriter
     from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Codec",
     "Column",
     "DeviceWriter",
     "Disk",
@@ -103,6 +105,7 @@ __version__ = "0.1.0"
 # that the core does not.
 _MODULES = {
     "Batch": "collection.batches",
+    "Codec": "storage.codecs",
     "Column": "storage.schema",
     "DeviceWriter": "storage.device_writer",
     "Disk": "storage.disk",

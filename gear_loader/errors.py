@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CodecError",
     "CorruptTableError",
     "FilledError",
     "GearError",
@@ -46,6 +47,10 @@ class RegionError(GearError, OSError):
 
 class CorruptTableError(RegionError):
     """The index of a table holds an impossible value; the message names the table and the value."""
+
+
+class CodecError(GearError, ValueError):
+    """An encoded value that cannot be decoded; the message names its column, trajectory and step."""
 
 
 class TableFullError(GearError):

@@ -62,6 +62,7 @@ def warm_up(progress: Callable[[str], None] = lambda _: None) -> dict[str, float
         ("drawing", _drawing),
         ("packed batches", _packing),
         ("values of any length", _ragged),
+        ("steps of others", _prefixes),
         ("drawing by priority", _prioritizing),
         ("several shards", _sharding),
         ("checkpoints", _saving),
@@ -204,6 +205,13 @@ def _ragged() -> None:
             table.add({"tokens": [np.arange(3), np.arange(2)], "text": ["a", "bc"]})
         _draw(table, Uniform(), windows=Window(1))
         _draw(table, Uniform(), windows=Whole(), layout="packed")
+        _saved(table)
+
+
+def _prefixes() -> None:
+    sizes: dict[str, Any] = {"max_steps": 16, "max_trajectories": 4, "block_steps": 4}
+    with Table.create(_SCHEMA, **sizes, memory=Memory(prefixes=True)) as table:
+        table.add(_steps(2), prefix=table.add(_steps(5)))
 
 
 def _prioritizing() -> None:
@@ -242,7 +250,12 @@ def _caching() -> None:
 
 
 def _saving() -> None:
-    with tempfile.TemporaryDirectory() as folder, _filled() as table:
+    with _filled() as table:
+        _saved(table)
+
+
+def _saved(table: Table) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         table.save(Path(folder) / "table")
         Table.load(Path(folder) / "table").close()
 

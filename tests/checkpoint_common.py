@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from options_common import nested_table
-from table_common import COLUMNS, Died, bits, number_of
+from table_common import COLUMNS, RAGGED, Died, bits, number_of
 
 import gear_loader as gear
 from gear_loader.storage.counters import NEXT_SEQUENCE
@@ -22,9 +22,10 @@ SIZES: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps"
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close", "link")
 
 
-def make(**options: Any) -> gear.Table:
-    """A private table of `COLUMNS`."""
-    return gear.Table.create(COLUMNS, **nested_table({**SIZES, **options}))
+def make(*, ragged: bool = False, **options: Any) -> gear.Table:
+    """A private table of `COLUMNS`, or of `RAGGED`."""
+    sizes = {**SIZES, "payload": 100_000} if ragged else SIZES
+    return gear.Table.create(RAGGED if ragged else COLUMNS, **nested_table({**sizes, **options}))
 
 
 def contents(table: gear.Table) -> dict[str, Any]:

@@ -8,10 +8,13 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 
 from tables_directory import make_directory
+
+gc.disable()  # until all is imported: collections would search it again and again, and find nothing
 
 # Libraries read these when they are first imported, so they come before the imports below. Spawned
 # processes inherit them.
@@ -91,8 +94,8 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"
 
 def pytest_collection_finish() -> None:
     # Tests that look for what is left behind collect garbage; each collection would search all that has been imported.
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -149,6 +152,15 @@ def _no_region_outlives_the_session() -> Iterator[None]:
     before = _files()
     yield
     _check(before, "A fixture wider than one test")
+
+
+@pytest.fixture(autouse=True)
+def _what_a_test_imports_is_not_searched() -> Iterator[None]:
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 100:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

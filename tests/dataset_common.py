@@ -13,6 +13,7 @@ import numpy as np
 import oracle
 import torch
 from options_common import nested_table
+from torch.utils.data import DataLoader
 
 import gear_loader as gear
 
@@ -163,6 +164,16 @@ def drawn(batches: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
 
 
 # ---------------------------------------------------------------- what is left behind
+
+
+@contextlib.contextmanager
+def iterating(batches: DataLoader[Any]) -> Iterator[Iterator[Any]]:
+    """An iterator whose workers end with it. After an error torch's own clean-up waits 5 s for each of them."""
+    iterator: Any = iter(batches)
+    try:
+        yield iterator
+    finally:
+        iterator._shutdown_workers()
 
 
 def prefetch_threads() -> list[threading.Thread]:

@@ -6,11 +6,12 @@ those that it uses.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from pathlib import Path
 
-from gear_loader.native.compile import loops
+gc.disable()  # until all is loaded, which the processes do not search either
 
 sys.path[:0] = [str(Path(__file__).parent)]  # the server's own does not have the tests' folder
 for module in (
@@ -23,9 +24,11 @@ for module in (
     *("distributed_common", "table_common"),
 ):
     importlib.import_module(module)
-for loop in loops:
+for loop in importlib.import_module("gear_loader.native.compile").loops:
     kept = loop._cache
     index = kept._cache_file._load_index() if hasattr(kept, "_cache_file") else {}
     for signature, *_ in index:
         if kept._index_key(signature, loop.targetctx.codegen()) in index:  # else it would be compiled
             loop.compile(signature)
+gc.freeze()
+gc.enable()

@@ -29,6 +29,12 @@ COLUMNS = {
     "check": gear.Column(torch.int64),
 }
 """Each step tells its trajectory's number and length and its place in it; `check` is computed from these."""
+RAGGED = {
+    **COLUMNS,
+    "words": gear.Column(torch.int16, (None, 2)),
+    "name": gear.Column(str, per="trajectory"),
+}
+"""With values of any length, which are computed from `check` too."""
 
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _DTYPES.split())
@@ -41,28 +47,42 @@ def fresh_name() -> str:
     return f"test.{os.getpid()}.{next(_names)}"
 
 
-def rows(number: int, length: int) -> dict[str, np.ndarray]:
-    """The trajectory `number` of `length` steps, in the columns of `COLUMNS`."""
+def rows(number: int, length: int, *, ragged: bool = False) -> dict[str, Any]:
+    """The trajectory `number` of `length` steps, in the columns of `COLUMNS`, or of `RAGGED`."""
     step = np.arange(length, dtype=np.int64)
     with np.errstate(over="ignore"):
         check = (step + 1) * np.int64(-7046029254386353131) ^ np.int64(number) * np.int64(6364136223846793005)
     check ^= length << 17
+    more: dict[str, Any] = {}
+    if ragged:
+        counts = np.where(check % 7 == 0, check % 400, check % 4)
+        words = [
+            (each & 0x7FFF) + np.arange(2 * n).reshape(-1, 2) for each, n in zip(check, counts, strict=True)
+        ]
+        more = {"words": [each.astype(np.int16) for each in words], "name": "ä" * int(check[0] % 50)}
     return {
         "number": np.full(length, number, dtype=np.int64),
         "step": step.astype(np.int32),
         "length": np.full(length, length, dtype=np.int32),
         "value": (check[:, None] >> np.array([0, 20, 40]) & 0xFFFFF).astype(np.float32),
         "check": check,
+        **more,
     }
 
 
 def number_of(trajectory: Mapping[str, torch.Tensor]) -> int:
     """The number of a trajectory read from a table; fails unless every bit is as `rows` made it."""
     number = int(trajectory["number"][0])
-    expected = rows(number, len(trajectory["number"]))
+    expected = rows(number, len(trajectory["number"]), ragged="words" in trajectory)
     assert list(trajectory) == list(expected)
     for name, values in expected.items():
-        found = trajectory[name].numpy()
+        if isinstance(values, str):
+            assert trajectory[name] == values
+            continue
+        if isinstance(values, list):
+            lengths, values = [len(value) for value in values], np.concatenate(values)
+            assert trajectory[name].lengths.tolist() == lengths
+        found = (trajectory[name].values if name == "words" else trajectory[name]).numpy()
         assert found.dtype == values.dtype, name
         assert found.tobytes() == values.tobytes(), f"column {name!r} of trajectory {number} is torn"
     return number
@@ -74,7 +94,11 @@ def numbers_of(table: gear.Table) -> list[int]:
 
 
 def bits(value: Any) -> bytes:
-    """A tensor's or an array's elements as bytes, in C order."""
+    """A tensor's or an array's elements as bytes, in C order; those of ragged values with their lengths."""
+    if isinstance(value, gear.Ragged):
+        return bits(value.values) + bits(value.offsets)
+    if isinstance(value, (str, bytes, list)):
+        return repr(value).encode()
     tensor = torch.as_tensor(np.array(value)) if isinstance(value, np.ndarray) else value.detach()
     return tensor.contiguous().clone().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -168,7 +192,7 @@ class Fragile(np.ndarray[Any, Any]):
 
 _ARRAYS = (
     "counters readers extent generation sequence ident epoch owner priority state links block_ids free_slots retired "
-    "touched free_blocks stream created moved sampled uses lowest parked filled stored"
+    "touched free_blocks stream created moved sampled uses lowest parked filled stored prefix"
 )
 _dead = itertools.count(2**30)  # ids that no process has
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -32,6 +31,7 @@ from dataset_common import (
     drawn,
     episode,
     equal,
+    iterating,
     make_table,
     named_table,
     nothing_left,
@@ -178,16 +178,6 @@ def test_epochs_are_counted_here_and_in_workers_together(table: gear.Table) -> N
     same_batches(epochs[4], list(loader(data, 2)))
 
 
-@contextlib.contextmanager
-def iterating(batches: DataLoader[Any]) -> Iterator[Iterator[Any]]:
-    """An iterator whose workers end with it. After an error torch's own clean-up waits 5 s for each of them."""
-    iterator: Any = iter(batches)
-    try:
-        yield iterator
-    finally:
-        iterator._shutdown_workers()
-
-
 @pytest.mark.parametrize("method", mostly_long(["forkserver", "spawn"], "forkserver"))
 def test_started_workers(table: gear.Table, method: str) -> None:
     options = {"sampler": gear.Uniform(False), "subset": odd}
@@ -224,7 +214,7 @@ def test_forking_while_another_thread_compiles() -> None:
             time.sleep(0.2)
 
     def try_to_compile() -> None:
-        os._exit(0 if global_compiler_lock._lock.acquire(timeout=5) else 1)
+        os._exit(0 if global_compiler_lock._lock.acquire(timeout=30) else 1)
 
     thread = threading.Thread(target=compile_for_a_while)
     thread.start()
@@ -232,9 +222,9 @@ def test_forking_while_another_thread_compiles() -> None:
     child = multiprocessing.get_context("fork").Process(target=try_to_compile)
     child.start()
     thread.join()
-    child.join(30)
+    child.join(60)
     assert child.exitcode == 0
-    assert global_compiler_lock._lock.acquire(timeout=5)  # and here it is free again
+    assert global_compiler_lock._lock.acquire(timeout=30)  # and here it is free again
     global_compiler_lock._lock.release()
 
 

@@ -65,9 +65,12 @@ IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 
 # Needed by some users only, slow to import, or with effects of their own: never loaded by `import gear_loader`.
 LOADED_ON_DEMAND = (
+    "PIL",
+    "av",
     "gymnasium",
     "h5py",
     "lightning",
+    "lz4",
     "matplotlib",
     "minari",
     "msgpack",
@@ -77,6 +80,7 @@ LOADED_ON_DEMAND = (
     "ray",
     "rich",
     "safetensors",
+    "simplejpeg",
     "stable_baselines3",
     "tensordict",
     "tianshou",
@@ -85,6 +89,7 @@ LOADED_ON_DEMAND = (
     "ucp",
     "ucxx",
     "xxhash",
+    "zstandard",
 )
 
 
@@ -172,6 +177,7 @@ TABLE_NAMES = [
 BY_STRING = {
     "gear_loader.__init__": 2,
     "gear_loader.sources._optional": 1,
+    "gear_loader.storage.coders": 1,
     "gear_loader.transport.channel": 1,
     "gear_loader.transport.nixl_agent": 1,
     "gear_loader.transport.ucx_library": 4,

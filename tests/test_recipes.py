@@ -19,6 +19,7 @@ SNIPPETS = {
 APART = {"howto/ddp", "howto/lightning", "howto/several-machines", "howto/slurm"}
 NEEDS = {
     "howto/decision-transformer": ["gymnasium"],
+    "howto/images": ["simplejpeg", "zstandard"],
     "howto/lightning": ["lightning"],
     "howto/offline-data": ["h5py", "pandas", "pyarrow"],
     "howto/vector-environments": ["gymnasium"],

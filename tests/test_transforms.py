@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dataset_common import iterating
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import fresh_name
@@ -233,8 +234,9 @@ def test_workers_and_layouts() -> None:
             loader = DataLoader(dataset(table, parts), batch_size=None, num_workers=workers)
             found = [batch["noise"] for batch in loader]
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        with pytest.raises(SchemaError, match="use num_workers=0"):
-            next(iter(DataLoader(dataset(table, all_of_them()), batch_size=None, num_workers=1)))
+        refused: Any = DataLoader(dataset(table, all_of_them()), batch_size=None, num_workers=1)
+        with iterating(refused) as batches, pytest.raises(SchemaError, match="use num_workers=0"):
+            next(batches)
         frozen = transforms.Normalize("speed", frozen=True)
         next(iter(DataLoader(dataset(table, frozen), batch_size=None, num_workers=1)))
     finally:

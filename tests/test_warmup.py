@@ -67,7 +67,7 @@ def test_only_a_process_that_compiles_says_so(tmp_path: Path) -> None:
 
 def test_warming_up_uses_every_loop() -> None:
     out, _ = python(USED % INNER)
-    assert out == "10"
+    assert out == "11"
 
 
 def test_the_command_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch) -> None:

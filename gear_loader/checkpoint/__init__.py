@@ -4,7 +4,8 @@
     index.<n>.records                 records of trajectories; save n began the file, and later ones of a table that
                                       is written in the background append to it
     segments/<number>/<column>.npy    whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
-                                      column per trajectory, [trajectories, *shape]
+                                      column per trajectory, [trajectories, *shape]; of a ragged column int64 [.., 2],
+                                      the first row and the rows of each value in <column>%values.npy, [rows, *shape]
     segments/<number>/checksums.xxh3  of every 4 MiB of these files
     manifest.previous.json            the manifest before it, of tables that are written in the background
     .gear-loader.lock                 locked by a save while it runs, or while a table is written in the background

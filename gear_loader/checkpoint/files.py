@@ -109,16 +109,16 @@ class Arena:
     """Memory in whole pages that is used again by each write, so that its pages are allocated once."""
 
     def __init__(self) -> None:
-        self._memory: Array = np.empty(0, dtype=np.uint8)
+        self._memory: dict[str, Array] = {}
 
-    def take(self, sizes: Sequence[int]) -> list[Array]:
-        """Arrays uint8 of these numbers of bytes, each from a multiple of 4096 on; the ones taken before end."""
+    def take(self, use: str, sizes: Sequence[int]) -> list[Array]:
+        """Arrays uint8 of these numbers of bytes, each from a multiple of 4096 on; those taken for this use end."""
         rounded = [-(-size // _SECTOR) * _SECTOR for size in sizes]
-        if len(self._memory) < sum(rounded):
-            self._memory = np.empty(0, dtype=np.uint8)  # before more is allocated
-            self._memory = np.frombuffer(mmap.mmap(-1, sum(rounded)), dtype=np.uint8)
-        starts = np.cumsum([0, *rounded]).tolist()
-        return [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        if use not in self._memory or len(self._memory[use]) < sum(rounded):
+            self._memory.pop(use, None)  # before more is allocated
+            self._memory[use] = np.frombuffer(mmap.mmap(-1, max(_SECTOR, sum(rounded))), dtype=np.uint8)
+        memory, starts = self._memory[use], np.cumsum([0, *rounded]).tolist()
+        return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 class _Call:

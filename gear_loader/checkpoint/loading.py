@@ -14,7 +14,8 @@ from gear_loader.checkpoint.directory import Directory, open_to_load, readable
 from gear_loader.checkpoint.housekeeping import set_parent
 from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import Manifest, no_manifest, read_manifest
-from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, segment_folder
+from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, segment_folder, values_of
+from gear_loader.checkpoint.ragged_loading import load_values
 from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
 from gear_loader.checkpoint.spilling import hottest, note_places
@@ -48,6 +49,7 @@ class LoadOptions:
     block_steps: int | Literal["auto"] | None = None
     packed: bool | Literal["auto"] = "auto"
     max_blocks: int | None = None
+    payload: int | str | None = None
     on_full: OnFull | None = None
     progress: bool = False
     memory: int | str | None = None
@@ -142,7 +144,8 @@ def whole_share(
         check_files(directory, segment, manifest.schema, checksums=checksums)
     # Trajectories that shared blocks in the saved table get separate blocks.
     blocks = max(manifest.num_blocks, Table.required_blocks(rows_of(records), manifest.block_steps))
-    sizes = {name: getattr(manifest, name) for name in ("max_steps", "max_trajectories", "block_steps")}
+    names = ("max_steps", "max_trajectories", "block_steps", "payload")
+    sizes = {name: getattr(manifest, name) for name in names}
     part = Part(folder, manifest, records, np.arange(len(records)))
     return Share([part], records, manifest.counters, {**sizes, "max_blocks": blocks}, manifest, manifest.save)
 
@@ -159,12 +162,14 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
     given = {name: getattr(options, name) for name in share.sizes}
     sizes: dict[str, Any] = share.sizes | {name: size for name, size in given.items() if size is not None}
     tier = None if options.disk is None else options.disk.tier()
-    blocks = sizes.pop("max_blocks")
+    blocks, payload = sizes.pop("max_blocks"), sizes.pop("payload") or None
     if options.memory is not None:
         blocks = None
     elif given["max_blocks"] is None and tier is not None:
         blocks = share.saved.num_blocks
-    elif given["max_blocks"] is None and any(size is not None for size in given.values()):
+    elif given["max_blocks"] is None and any(
+        size is not None for name, size in given.items() if name != "payload"
+    ):
         blocks = None
     lengths, rules = share.records["length"], share.saved.rules
     mean = float(lengths.mean()) if sizes["block_steps"] == "auto" and len(lengths) else None
@@ -172,7 +177,7 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         share.saved.schema,
         **sizes,
         disk=tier,
-        memory=Memory(options.memory, blocks, mean, options.packed),
+        memory=Memory(options.memory, blocks, mean, options.packed, payload=payload),
         name=options.name,
         on_full=rules.on_full if options.on_full is None else options.on_full,
         rate_limiter=rules.rate_limiter,
@@ -226,7 +231,8 @@ class Share:
     Attributes:
         parts: together they hold every trajectory of `records` once.
         records: [n], of the table's trajectories, oldest first. counters: of the table.
-        sizes: `max_steps`, `max_trajectories`, `block_steps` and `max_blocks` of a table that holds it.
+        sizes: `max_steps`, `max_trajectories`, `block_steps`, `max_blocks` and `payload` (0 without ragged columns) of
+            a table that holds it.
         saved: manifest of the table whose schema and rules it has.
         parent: name of the save whose files the next save of the table can reuse, or "0".
     """
@@ -271,7 +277,12 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
         first_ids = np.cumsum(blocks) - blocks
         memory = table._engine.region.device_memory
         if memory is None:
-            read_columns(directory, _all_reads(table, directory, parts, first_ids), ids, progress=progress)
+            reads = _all_reads(table, directory, parts, first_ids)
+            read_columns(directory, reads, ids, progress=progress)
+            if table.schema.ragged:
+                assert claim.generations is not None
+                places = slots, claim.generations, first_ids, ids
+                _check_payload(table, where, load_values(table, directory, reads, *places, progress=progress))
         else:
             _fill_device(table, memory, directory, parts, first_ids, ids, progress=progress)
         loaded = index.commit_as(
@@ -369,6 +380,7 @@ def _reads(
             ends=place + 1 if column.trajectory else first + rows,
             places=places,
             place=table._engine.region.column_place(name),
+            more=checksums.get(values_of(name), b""),
         )
         for name, column in table.schema.items()
     ]
@@ -398,6 +410,14 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
     ]
     read_columns(directory, reads, np.arange(len(slots), dtype=np.int32))
     kept[slots] = values.view(np.dtype(table.schema[name].dtype_name)).reshape(-1)
+
+
+def _check_payload(table: Table, where: str, needed: int) -> None:
+    if needed:
+        raise UnfitError(
+            f"{where} needs payload={needed:,}; {table._engine.region.layout.payload:,} was given. Load it with a "
+            "larger one, or with the saved one."
+        )
 
 
 def _check_sizes(table: Table, where: str, lengths: Array, blocks: int) -> None:

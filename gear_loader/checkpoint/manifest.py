@@ -24,9 +24,10 @@ from gear_loader.checkpoint.names import (
     column_file,
     index_file,
 )
-from gear_loader.checkpoint.segments import Segment, parse_segment
+from gear_loader.checkpoint.segments import Segment, parse_segment, stored_columns
 from gear_loader.checkpoint.trajectory_records import RECORD, Counters
 from gear_loader.errors import CheckpointError, SchemaError
+from gear_loader.storage.layout import MOST_PAYLOAD
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table_rules import Rules
 
@@ -52,6 +53,7 @@ class Manifest:
         policy_version: version of the policy, 0 in a table without versions, whose file has no such field.
         clock: time of the save, nanoseconds of the clock that times of commitment are of.
         num_trajectories, num_steps: size of the saved table.
+        payload: bytes of the memory of ragged values; without ragged columns 0, and the file has no such field.
         index: valid bytes of the index file and their checksum. index_name: its name.
         segments: those that the index refers to.
     """
@@ -74,6 +76,7 @@ class Manifest:
     clock: int
     num_trajectories: int
     num_steps: int
+    payload: int
     index: FileRecord
     index_name: str
     segments: tuple[Segment, ...]
@@ -99,7 +102,9 @@ class Manifest:
         if self.rules.version is None:
             del fields["policy_version"]
         fields["index"] = {"path": fields.pop("index_name"), **vars(self.index), "record": RECORD.descr}
-        fields["files"] = {name: column_file(name) for name in self.schema}
+        if not self.schema.ragged:
+            del fields["payload"]
+        fields["files"] = _files(self.schema)
         fields["segments"] = [segment.to_json() for segment in self.segments]
         return manifest_bytes(FORMAT, VERSION, fields)
 
@@ -141,7 +146,7 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
     saves = fields.integer("saves", 1, 10**12 - 1)
     next_segment = fields.integer("next_segment", 1, 10**12 - 1)
     if fields.value["version"] == VERSION:
-        fields.exactly("files", {name: column_file(name) for name in schema})
+        fields.exactly("files", _files(schema))
     segments: dict[int, Segment] = {}
     for i, value in enumerate(fields.items("segments")):
         inner = Fields(value, fields.path, f"segments[{i}]")
@@ -174,10 +179,16 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
         clock=clock,
         num_trajectories=num_trajectories,
         num_steps=fields.integer("num_steps", num_trajectories, max_steps),
+        payload=fields.integer("payload", 1, MOST_PAYLOAD) if schema.ragged else 0,
         index=index,
         index_name=index_name,
         segments=tuple(segments.values()),
     )
+
+
+def _files(schema: Schema) -> dict[str, str]:
+    """Names of the files of columns, and of the values of ragged ones."""
+    return {name: column_file(name) for name in stored_columns(schema)}
 
 
 def _index(fields: Fields, saves: int) -> tuple[int, FileRecord, str]:

@@ -20,6 +20,7 @@ SEGMENT_NAME = re.compile(r"[0-9]{6,12}")
 PART = ".part"
 """Suffix of an unfinished file or segment."""
 
+_VALUES = "\0values"  # no column's name has control characters
 _NAME_LIMIT = 100
 _HEADER_MULTIPLE = 4096  # so that the data begin at a disk sector
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_.~%-]+\.npy")
@@ -35,9 +36,24 @@ def index_file(number: int) -> str:
     return f"index.{number:06d}.records"
 
 
+def values_of(column: str) -> str:
+    """What the values of a ragged column are called, beside the names of columns."""
+    return column + _VALUES
+
+
+def column_of(name: str) -> str:
+    """The inverse of `values_of`."""
+    return name.removesuffix(_VALUES)
+
+
 @functools.lru_cache(1 << 12)
 def column_file(column: str) -> str:
-    """File name of a column: its name, percent-encoded; a long name is cut and a digest appended."""
+    """File name of a column: its name, percent-encoded; a long name is cut and a digest appended.
+
+    That of the values of a ragged column ends with ``%values``, as no encoded name does.
+    """
+    if column.endswith(_VALUES):
+        return column_file(column_of(column)).removesuffix(".npy") + "%values.npy"
     quoted = urllib.parse.quote(column, safe="", errors="surrogatepass")
     if len(quoted) > _NAME_LIMIT:
         digest = xxhash.xxh3_128_hexdigest(column.encode("utf-8", "surrogatepass"))

@@ -59,7 +59,7 @@ class ColumnFile:
             segment.chunk_bytes,
             checksums,
         )
-        self.header, self.size = segment.header(column), segment.bytes(column)
+        self.header, self.size = segment.header(name, column), segment.bytes(name, column)
         self._file = folder.open_file(column_file(name))
         self.fd = self._file.fileno()
         size = os.fstat(self.fd).st_size
@@ -123,6 +123,7 @@ class ColumnRead:
         first, ends: int64 [n], ascending: first row of each wanted trajectory, and the row after its last.
         places: int64 [n], where the blocks of each begin in the list of blocks.
         place: int64 [5], of the column in the table, as for `copy_rows`.
+        more: checksums of the file of the values of a ragged column.
     """
 
     folder: str
@@ -134,10 +135,11 @@ class ColumnRead:
     ends: Array
     places: Array
     place: Array
+    more: bytes = b""
 
     def chunks(self) -> Array:
         """Numbers of the chunks that hold wanted rows, int64 [n], ascending."""
-        size, before = self.column.step_bytes, len(self.segment.header(self.column))
+        size, before = self.column.step_bytes, len(self.segment.header(self.name, self.column))
         low = (before + self.first * size) // self.segment.chunk_bytes
         high = (before + self.ends * size - 1) // self.segment.chunk_bytes
         needed = np.zeros(len(self.checksums) // 8 + 1, dtype=np.int64)
@@ -151,7 +153,7 @@ class ColumnRead:
         count = max(1, TASK_BYTES // size)
         for i in range(0, len(chunks), count):
             part = chunks[i : i + count]
-            end = min((int(part[-1]) + 1) * size, self.segment.bytes(self.column))
+            end = min((int(part[-1]) + 1) * size, self.segment.bytes(self.name, self.column))
             yield self, part, end - int(part[-1]) * size + (len(part) - 1) * size
 
 

@@ -35,11 +35,12 @@ from gear_loader.checkpoint.names import (
     PART,
     SEGMENTS_NAME,
     column_file,
+    column_of,
     index_file,
     segment_folder,
 )
 from gear_loader.checkpoint.rows import TrajectoryRows
-from gear_loader.checkpoint.segments import Segment, check_files, write_checksums
+from gear_loader.checkpoint.segments import Segment, check_files, stored_columns, write_checksums
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.readers import Ticket
@@ -151,6 +152,7 @@ class Save:
         self.bytes_written = 0
         self.has_changed = False
         self._on_device = table._engine.device is not None
+        self._payload = table._engine.payload if table.schema.ragged else None
         reads = table._engine.has_tier or self._on_device
         self._reader = table._engine.tier_reader() if reads else None
         self._next_segment = old.next_segment if old else 1
@@ -297,7 +299,7 @@ class Save:
         self, stack: contextlib.ExitStack, advance: Callable[[int], None], *, ahead: bool
     ) -> tuple[ColumnWriter, Directory]:
         """The writer of columns, and the directory of the segments."""
-        largest = max(column.step_bytes for column in self.schema.values())
+        largest = max(column.step_bytes for column in stored_columns(self.schema).values())
         writer = stack.enter_context(ColumnWriter(largest, advance, ahead=ahead))
         return writer, stack.enter_context(self.directory.open_or_make(SEGMENTS_NAME))
 
@@ -357,6 +359,7 @@ class Save:
         """Rows of trajectories: slots, int64 [n], and records, [n]."""
         options: dict[str, Any] = {
             "under_ticket": under_ticket,
+            "payload": self._payload,
             "reader": self._reader,
             "on_device": self._on_device,
         }
@@ -408,17 +411,22 @@ class Save:
         segment = Segment(number, steps, count if self.schema.per_trajectory else 0, chunk_bytes)
         checksums = {}
         with segments.child(name + PART) as folder:
-            for key, column in self.schema.items():
+            for key, column in stored_columns(self.schema).items():
+                piece = functools.partial(rows.piece, key)
+                if key not in self.schema:
+                    piece = functools.partial(rows.piece_of_values, column_of(key))
+                    values = {**segment.values, key: rows.value_rows(column_of(key))}
+                    segment = dataclasses.replace(segment, values=values)
                 checksums[key] = writer.write(
                     folder,
                     column_file(key),
-                    segment.header(column),
-                    count if column.trajectory else steps,
+                    segment.header(key, column),
+                    segment.rows(key, column),
                     column.step_bytes,
-                    functools.partial(rows.piece, key),
+                    piece,
                     chunk_bytes,
                 )
-                self.bytes_written += segment.bytes(column)
+                self.bytes_written += segment.bytes(key, column)
             xxh128 = write_checksums(folder, checksums)
             folder.sync()
         segments.rename(name + PART, name)
@@ -465,6 +473,7 @@ class Save:
             clock=changes.clock,
             num_trajectories=on_disk.num_trajectories,
             num_steps=on_disk.num_steps,
+            payload=self.layout.payload,
             index=index.record,
             index_name=index_file(index.number),
             segments=tuple(on_disk.segments[number] for number in used),

@@ -1,7 +1,7 @@
 """Segments: the files that hold the rows of trajectories, and the checksums beside them.
 
-A segment's ``checksums.xxh3`` has the XXH3-64 of each chunk of each column's file, 8 bytes each (big-endian), columns
-in the order of the schema. The manifest has the size of a chunk and the checksum of ``checksums.xxh3`` itself, so it
+A segment's ``checksums.xxh3`` has the XXH3-64 of each chunk of each column's file, 8 bytes each (big-endian), in the
+order of `stored_columns`. The manifest has the size of a chunk and the checksum of ``checksums.xxh3`` itself, so it
 does not grow with the data. Manifests of versions 3 and 4 have all checksums themselves.
 """
 
@@ -12,17 +12,32 @@ import dataclasses
 import os
 import stat
 from collections.abc import Mapping
+from typing import Any
 
 import xxhash
 
 from gear_loader.checkpoint.directory import REMEDY, Directory, readable
 from gear_loader.checkpoint.files import write_small
 from gear_loader.checkpoint.json_file import Fields, read_limited
-from gear_loader.checkpoint.names import CHECKSUMS_NAME, column_file, npy_header, segment_folder
+from gear_loader.checkpoint.names import (
+    CHECKSUMS_NAME,
+    column_file,
+    npy_header,
+    segment_folder,
+    values_of,
+)
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Column, Schema
 
+MOST_VALUES = 2**44
+"""Limit of the rows of a ragged column's values in a segment."""
 _LEAST_CHUNK = 1 << 12
+
+
+def stored_columns(schema: Schema) -> dict[str, Column]:
+    """What segments have a file of: the columns, then the rows of the values of ragged ones (`values_of`)."""
+    values = {values_of(name): Column(each.dtype, each.shape) for name, each in schema.ragged.items()}
+    return {**schema, **values}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +48,7 @@ class Segment:
         number: of the segment. steps: of all its trajectories. trajectories: their number, 0 if no column is per
             trajectory.
         chunk_bytes: bytes of a column's file that have a checksum of their own.
+        values: rows of the values of each ragged column, by `values_of`.
         xxh128: of the file of checksums. checksums: of each column's file, in a manifest of an earlier version, which
             has no such file.
     """
@@ -43,22 +59,27 @@ class Segment:
     chunk_bytes: int
     xxh128: str = ""
     checksums: Mapping[str, bytes] | None = None
+    values: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def header(self, column: Column) -> bytes:
-        """The header of a column's file."""
-        rows = self.trajectories if column.trajectory else self.steps
-        return npy_header(column.dtype_name, rows, column.shape)
+    def rows(self, name: str, column: Column) -> int:
+        """Rows of a file of `stored_columns`."""
+        if name in self.values:
+            return self.values[name]
+        return self.trajectories if column.trajectory else self.steps
 
-    def bytes(self, column: Column) -> int:
-        """Size of a column's file."""
-        rows = self.trajectories if column.trajectory else self.steps
-        return len(self.header(column)) + rows * column.step_bytes
+    def header(self, name: str, column: Column) -> bytes:
+        """The header of such a file."""
+        return npy_header(column.dtype_name, self.rows(name, column), column.shape)
 
-    def to_json(self) -> dict[str, int | str]:
+    def bytes(self, name: str, column: Column) -> int:
+        """Size of such a file."""
+        return len(self.header(name, column)) + self.rows(name, column) * column.step_bytes
+
+    def to_json(self) -> dict[str, Any]:
         """As plain JSON."""
-        fields = {**vars(self)}
+        fields = {**vars(self), "values": list(self.values.values())}
         del fields["checksums"]
-        return {key: value for key, value in fields.items() if key != "trajectories" or value}
+        return {key: value for key, value in fields.items() if key not in ("trajectories", "values") or value}
 
 
 def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
@@ -66,7 +87,9 @@ def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
     number = fields.integer("number", 1, next_segment - 1)
     steps = fields.integer("steps", 1, 2**48)
     count = fields.integer("trajectories", 1, steps) if schema.per_trajectory else 0
-    segment = Segment(number, steps, count, fields.integer("chunk_bytes", _LEAST_CHUNK, 2**40))
+    values = _values(fields, schema) if schema.ragged else {}
+    chunk_bytes = fields.integer("chunk_bytes", _LEAST_CHUNK, 2**40)
+    segment = Segment(number, steps, count, chunk_bytes, values=values)
     if "files" not in fields.value:
         return dataclasses.replace(segment, xxh128=fields.hexadecimal("xxh128", 32))
     files = fields.inner("files")
@@ -75,11 +98,19 @@ def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
     checksums = {}
     for name, column in schema.items():
         record = files.record(name, f"{segment_folder(number)}/{column_file(name)}")
-        if record.bytes != segment.bytes(column):
-            raise files.wrong(name, record.bytes, f"{segment.bytes(column)} bytes for {steps:,} steps")
+        if record.bytes != segment.bytes(name, column):
+            raise files.wrong(name, record.bytes, f"{segment.bytes(name, column)} bytes for {steps:,} steps")
         digits = 16 * -(-record.bytes // segment.chunk_bytes)
         checksums[name] = bytes.fromhex(files.inner(name).hexadecimal("chunks", digits))
     return dataclasses.replace(segment, checksums=checksums)
+
+
+def _values(fields: Fields, schema: Schema) -> dict[str, int]:
+    """Rows of the values of ragged columns in a segment."""
+    counts, names = fields.items("values"), [values_of(name) for name in schema.ragged]
+    if len(counts) != len(names) or not all(type(n) is int and 0 <= n <= MOST_VALUES for n in counts):
+        raise fields.wrong("values", counts, f"rows of the values of {list(schema.ragged)}")
+    return dict(zip(names, counts, strict=True))
 
 
 def read_checksums(folder: Directory, segment: Segment, schema: Schema) -> Mapping[str, bytes]:
@@ -93,7 +124,8 @@ def read_checksums(folder: Directory, segment: Segment, schema: Schema) -> Mappi
     """
     if segment.checksums is not None:
         return segment.checksums
-    sizes = {name: 8 * -(-segment.bytes(column) // segment.chunk_bytes) for name, column in schema.items()}
+    files = {name: segment.bytes(name, column) for name, column in stored_columns(schema).items()}
+    sizes = {name: 8 * -(-size // segment.chunk_bytes) for name, size in files.items()}
     path, expected = folder.at(CHECKSUMS_NAME), sum(sizes.values())
 
     def check(size: int) -> None:
@@ -113,7 +145,7 @@ def read_checksums(folder: Directory, segment: Segment, schema: Schema) -> Mappi
 
 
 def write_checksums(folder: Directory, checksums: Mapping[str, bytes]) -> str:
-    """Write the file of a segment's checksums, by column in the order of the schema, and sync it; return its XXH128."""
+    """Write the file of a segment's checksums, in the order of `stored_columns`, and sync it; return its XXH128."""
     with contextlib.suppress(FileNotFoundError):
         folder.remove_file(CHECKSUMS_NAME)  # of a save that was killed, in a segment of an earlier version
     return write_small(folder, CHECKSUMS_NAME, b"".join(checksums.values())).xxh128
@@ -129,8 +161,8 @@ def check_files(directory: Directory, segment: Segment, schema: Schema, *, check
         CheckpointError: a file is missing or has another size, or the file of checksums is damaged.
     """
     with directory.child_to_load(segment_folder(segment.number)) as folder:
-        for name, column in schema.items():
-            path, expected = folder.at(column_file(name)), segment.bytes(column)
+        for name, column in stored_columns(schema).items():
+            path, expected = folder.at(column_file(name)), segment.bytes(name, column)
             with readable(path):
                 info = os.stat(column_file(name), dir_fd=folder.fd)
             if not stat.S_ISREG(info.st_mode) or info.st_size != expected:

@@ -42,6 +42,7 @@ from gear_loader.checkpoint.names import (
     column_file,
     segment_folder,
 )
+from gear_loader.checkpoint.segments import stored_columns
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.ids import LARGEST_ORIGIN, following
 from gear_loader.storage.schema import Schema
@@ -280,7 +281,7 @@ def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: st
             name = f"{segment.number:06d}"
             segments.mkdir(name)
             with source.child_to_load(segment_folder(segment.number)) as before, segments.child(name) as new:
-                for column in manifest.schema:
+                for column in stored_columns(manifest.schema):
                     _link(before, new, column_file(column))
                 if segment.checksums is None:
                     _link(before, new, CHECKSUMS_NAME)

@@ -117,6 +117,7 @@ def _sizes(manifests: list[Manifest], records: Array, longest: int, world_size: 
             Table.required_blocks(rows_of(records), block_steps),
             Table.required_blocks([longest], block_steps),
         ),
+        "payload": _part(sum(m.payload for m in manifests), world_size),
     }
 
 

@@ -114,7 +114,9 @@ class _Staged(RowMover):
             current_stream(self._device).wait_event(gpu.released)
             copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
             buffers.ragged = {
-                name: value.to(self._device, non_blocking=True) if isinstance(value, Ragged) else value
+                name: value.to(self._device, non_blocking=True)
+                if isinstance(value, (Ragged, torch.Tensor))
+                else value
                 for name, value in gpu.staging.ragged.items()  # which keeps them until the copies have been made
             }
         finally:
@@ -209,6 +211,7 @@ def collector_for(
     batch_size: int = 1,
     device: torch.device,
     packed: bool = False,
+    tree: bool = False,
     weighs: bool = False,
     informs: bool = False,
     programs: int | None = None,
@@ -220,7 +223,7 @@ def collector_for(
     Args:
         source: has the rows. windows: name in the batch -> window or `NStep`; other columns are not read.
         batch_size: most rows of a padded batch.
-        device: of the batches. packed: whether rows lie one after another.
+        device: of the batches. packed: whether rows lie one after another. tree: as of `PackedLayout`.
         weighs, informs: whether batches carry ``priority_weight``, and ``sample_info``.
         programs: size of the kernels' grids, see `gear_loader.kernels.gather`; of a table on a GPU all multiprocessors.
         stream_priority: as for `Collector`.
@@ -229,7 +232,7 @@ def collector_for(
     tables, pinning = source.tables, False
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
-    if only_host_gathers(tables[0].schema, windows):
+    if tree or only_host_gathers(tables[0].schema, windows):
         zero_copy = False
     here = tables[0]._engine.device
     if zero_copy is None and here is not None:
@@ -243,7 +246,7 @@ def collector_for(
 
     def layout(returns: Literal["at once", "between", "after"]) -> Any:
         if packed:
-            return PackedLayout(tables[0].schema, windows, **options)
+            return PackedLayout(tables[0].schema, windows, tree=tree, **options)
         return PaddedLayout(tables[0].schema, windows, batch_size=batch_size, returns=returns, **options)
 
     host: Any = (PackedHost if packed else PaddedHost)(

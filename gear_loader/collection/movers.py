@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gear_loader.collection.buffers import GpuSide, Staging
+from gear_loader.collection.tree_rows import tree_rows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import current_stream
@@ -39,8 +40,12 @@ class RowMover:
 
     def fill(self, buffers: Any, table: Table, rows: Any) -> None:
         """Gather a batch of one table."""
-        if self.layout.packed and rows.spans is None:
-            rows.spans = self.layout.measure(table, rows)
+        if self.layout.packed:
+            if rows.spans is None:
+                rows.spans = self.layout.measure(table, rows)
+            if self.layout.tree:
+                count, rows = len(rows), tree_rows(table, rows)
+                buffers.segments = len(rows) - count
         self.begin(buffers, rows)
         self.copy(buffers, table, rows)
         self.finish(buffers, rows)

@@ -26,6 +26,7 @@ from gear_loader.collection.plans import locate_columns
 from gear_loader.collection.references import BatchReferences
 from gear_loader.collection.sources import Place, read_packed
 from gear_loader.collection.tier_rows import split_rows
+from gear_loader.collection.tree_rows import TREE_KEYS
 from gear_loader.collection.windows import (
     FINAL_KEY,
     ROW_KEYS,
@@ -52,7 +53,7 @@ class PackedLayout:
 
     Args:
         schema: of the tables. windows: name in the batch -> window; those of steps are all the same.
-        keys, weighs, informs: as for `PaddedLayout`.
+        keys, weighs, informs: as for `PaddedLayout`. tree: whether steps that rows share are segments of their own.
 
     Attributes:
         windows: in the order of the schema. ragged: those that read ragged columns, of which records are gathered.
@@ -74,9 +75,16 @@ class PackedLayout:
         keys: tuple[str, ...] = ROW_KEYS,
         weighs: bool = False,
         informs: bool = False,
+        tree: bool = False,
         **_: Any,
     ) -> None:
-        self.schema, self.keys, self.weighs, self.informs = schema, keys, weighs, informs
+        self.schema, self.weighs, self.informs, self.tree = schema, weighs, informs, tree
+        self.keys = (*keys, *TREE_KEYS) if tree else keys
+        if tree and (taken := sorted(set(windows) & set(TREE_KEYS))):
+            raise SchemaError(
+                f"A window has the name {taken[0]!r}, which is a key of batches with layout='tree'. Give it another "
+                f"one: windows={{'other_name': Whole(column={taken[0]!r})}}."
+            )
         self.offset, self.length = packed_span(schema, windows)
         self.final = reads_final(windows)
         self.windows = in_schema_order(schema, expand(schema, windows)[0])
@@ -186,6 +194,7 @@ class PackedBuffers(Buffers):
         converts: as for `PackedValues`.
 
     Attributes:
+        segments: of the running batch behind its rows, see `tree_rows`.
         version: how often memory was replaced.
         total, longest: steps of the batch that was gathered last, and of its longest row.
         spans: of the rows of the running batch, int64 [2, n].
@@ -208,7 +217,7 @@ class PackedBuffers(Buffers):
         self._exact = memory.shared or given is not None
         self.num_rows = self.num_steps = -1  # capacity
         self.list_bytes = self.lists_at = self.version = 0
-        self.total, self.longest = 0, 0
+        self.total, self.longest, self.segments = 0, 0, 0
         self.spans: Array = np.empty((2, 0), dtype=np.int64)
         self.plans: dict[Any, Any] = {}  # for the present memory
         # Set by `_replace`.
@@ -301,7 +310,7 @@ class PackedBuffers(Buffers):
         for name in self.layout.windows:
             shown, size = (self.steps, total) if name in self.layout.steps else (self.once, count)
             batch[name] = shown.shown[name].narrow(0, 0, size)
-        batch["cu_seqlens"] = self.starts.narrow(0, 0, count + 1)
+        batch["cu_seqlens"] = self.starts.narrow(0, 0, count + self.segments + 1)
         batch["max_seqlen"] = self.longest
         batch["position"] = self.position.narrow(0, 0, total)
         for name, value in self._shown_rows.items():
@@ -336,7 +345,8 @@ class PackedBuffers(Buffers):
         np.cumsum(self.spans[1], out=self.starts_array[1 : count + 1])
 
     def follow(self, staged: PackedBuffers, count: int) -> None:
-        self.reserve(count, staged.total)
+        self.segments = staged.segments
+        self.reserve(count + self.segments, staged.total)
         self.total, self.longest = staged.total, staged.longest
 
 

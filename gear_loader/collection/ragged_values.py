@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from gear_loader.storage.ragged import Values
 from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
 
 
 def read_ragged(
@@ -26,9 +29,30 @@ def read_ragged(
     Raises:
         CorruptTableError: a record is invalid.
     """
-    found = {}
+    found, together = {}, dict[int, list[str]]()
     for name, values in columns.items():
-        records = batch[name]
-        numbers, shape = records.reshape(-1, 2).numpy(), tuple(records.shape[:-1])
-        found[name] = table._engine.payload.read(values, numbers, shape, pinned=pinned)
+        apart = values.coded is None or not values.coded.fixed
+        together.setdefault(len(together) if apart else -id(values), []).append(name)
+    for names in together.values():
+        numbers = [batch[name].reshape(-1, 2).numpy() for name in names]
+        shapes = [tuple(batch[name].shape[:-1]) for name in names]
+        slots = np.concatenate([_slots_of(batch, shape) for shape in shapes])
+        records, shape = np.concatenate(numbers), shapes[0] if len(names) == 1 else (len(slots),)
+        read = table._engine.payload.read(columns[names[0]], records, shape, slots=slots, pinned=pinned)
+        if len(names) == 1:
+            found[names[0]] = read
+            continue
+        parts = read.split(
+            [len(part) for part in numbers]
+        )  # windows of one column: no value is decoded twice
+        for name, part, shape in zip(names, parts, shapes, strict=True):
+            found[name] = part.view(*shape, *part.shape[1:])
     return found
+
+
+def _slots_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
+    """The slot of each value, int64 [n]."""
+    slots: Array = batch["index"].numpy()
+    if len(shape) == 1 and "cu_seqlens" in batch and shape[0] != len(slots):
+        return np.repeat(slots, batch["cu_seqlens"].diff().numpy())
+    return np.repeat(slots, math.prod(shape[1:]))

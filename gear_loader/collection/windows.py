@@ -19,7 +19,7 @@ from gear_loader.utils.checks import one_of
 
 _W = TypeVar("_W", bound="Window | NStep | Whole")
 
-LAYOUTS = ("padded", "packed", "jagged")
+LAYOUTS = ("padded", "packed", "jagged", "tree")
 """Choices of a dataset's `layout`."""
 
 PACKED_KEYS = ("cu_seqlens", "max_seqlen", "position")

@@ -333,10 +333,10 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
                 "sources share one batch."
             )
         padded = dataset.layout == "padded" and has_whole(dataset.windows)
-        if dataset.layout == "jagged" or padded or dataset.groups is not None:
+        if dataset.layout in ("jagged", "tree") or padded or dataset.groups is not None:
             raise SchemaError(
-                f"Source {name!r} has layout='jagged', groups, or whole trajectories that are padded; expected "
-                "layout='padded' or 'packed' and single rows."
+                f"Source {name!r} has layout={dataset.layout!r}, groups, or whole trajectories that are padded; "
+                "expected layout='padded' or 'packed' and single rows."
             )
         for what in ("layout", "device", "windows"):
             mine, other = getattr(dataset, what), getattr(first, what)

@@ -133,8 +133,9 @@ class ReplayDataset(IterableDataset[Batch]):
             for which `DataLoader` needs ``collate_fn=dataset.collate``.
         layout: ``"padded"``: columns of steps are ``[B, L, *shape]``; with `Whole` L is that of the longest row of the
             batch, which is then copied from a packed one. ``"packed"``: rows lie one after another without padding, see
-            below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout `torch.jagged`, without a
-            copy.
+            below. ``"tree"``: so they do, and steps that several rows of a batch begin with (`prefix` of `Table.add`)
+            lie in it once. ``"jagged"``: as packed, and shown as `torch.nested` tensors of layout `torch.jagged`,
+            without a copy.
         transform: a function that takes a batch and returns it, or a sequence of them; `gear_loader.transforms` has
             some. See below.
 
@@ -156,6 +157,11 @@ class ReplayDataset(IterableDataset[Batch]):
     its window that exist, with ``Whole(final=True)`` a final step (`Column.final`) too; the windows of all columns are
     the same. On a GPU the host draws them, also by priority, because it lists their pieces; it does not wait for the
     GPU, except that memory grows to the longest batch so far.
+
+    With ``layout="tree"`` the segments of ``cu_seqlens``, int32 ``[B + S + 1]``, are the rows, without the steps that
+    others of the batch begin with too, then these S shared pieces; a row may have no step left. ``parent``, int64
+    ``[B]``, is the number of the segment that a row begins with, or -1, and ``prefix_steps`` the steps of it. A GPU
+    gets copies of what the CPU gathers.
 
     **Transforms** are called with each batch when it is delivered, by the thread that asks for it, on the batch's
     device and, on a GPU, on the current stream; in a `DataLoader` worker by the worker. They get a `Batch` as described
@@ -197,7 +203,7 @@ class ReplayDataset(IterableDataset[Batch]):
         batches_per_epoch: float | None = None,
         ranks: Ranks = _RANKS,
         output: Literal["dict", "nested", "tensordict"] = "dict",
-        layout: Literal["padded", "packed", "jagged"] = "padded",
+        layout: Literal["padded", "packed", "jagged", "tree"] = "padded",
         transform: Any = None,
     ) -> None:
         self.check_options(
@@ -252,7 +258,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.stream_priority = int(gpu.stream_priority)
         ahead = prefetch if isinstance(prefetch, Prefetch) else Prefetch(prefetch)
         self.prefetch, self.keep, self.copy = int(ahead.batches), int(ahead.keep), ahead.copy
-        self.layout: Literal["padded", "packed", "jagged"] = layout
+        self.layout: Literal["padded", "packed", "jagged", "tree"] = layout
         check_ragged(table, self)
         self._packs = whole or layout != "padded"  # rows are gathered one after another
         self._late = table.schema.late_bits(self._sources())
@@ -739,7 +745,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 number=number * world + rank,
                 names=prefetcher.names,
             )
-            self._transforms.record(self._moment)
+            self._transforms.record(lambda: self._moment)
         if self.layout == "jagged":
             batch = as_jagged(batch, steps_only(self.table.schema, self.windows))
         if self.output == "nested":
@@ -1132,6 +1138,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 batch_size=size,
                 device=self.device,
                 packed=self._packs,
+                tree=self.layout == "tree",
                 weighs=self.sampler.weighs,
                 informs=self.sample_info,
                 programs=self.programs,

@@ -43,7 +43,8 @@ def check_final(windows: Mapping[str, Any], *, shards: Any, device: torch.device
 
 def check_ragged(table: Table, dataset: Any) -> None:
     """Raise SchemaError if a dataset that reads ragged columns has options that they do not go with."""
-    names = list(ragged_of(table.schema, expand(table.schema, dataset.windows)[0]))
+    found = ragged_of(table.schema, expand(table.schema, dataset.windows)[0])
+    names = [name for name, values in found.items() if values.coded is None or not values.coded.fixed]
     padded = dataset.layout == "padded" and has_whole(dataset.windows)
     if not names or not (padded or dataset.layout == "jagged" or dataset.output == "tensordict"):
         return

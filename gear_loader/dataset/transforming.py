@@ -69,6 +69,9 @@ class Transforms:
 
     def __init__(self, transform: Any, names: Iterable[str], history: int) -> None:
         self.calls = [(one, _asks(one)) for one in transforms_of(transform)]
+        self._stateful: list[Any] = [
+            one for one, _ in self.calls if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+        ]
         self._states: collections.deque[tuple[Moment, list[Any]]] = collections.deque(maxlen=history + 1)
         known = [*names, *ROW_KEYS, "mask"]
         for one, _ in self.calls:
@@ -80,12 +83,6 @@ class Transforms:
 
     def __len__(self) -> int:
         return len(self.calls)
-
-    @property
-    def _stateful(self) -> list[Any]:
-        return [
-            one for one, _ in self.calls if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
-        ]
 
     def check_worker(self) -> None:
         """Raise SchemaError if a `DataLoader` worker cannot apply them: states that follow the order of batches."""
@@ -123,7 +120,7 @@ class Transforms:
                 found = one(batch, generator=generator, **told)
             else:
                 found = one(batch)
-            if not isinstance(found, Mapping):
+            if not isinstance(found, (dict, Mapping)):
                 raise SchemaError(
                     f"The transform {shown(one)} returned {shown(found)}; expected the batch, a dict."
                 )
@@ -132,11 +129,10 @@ class Transforms:
 
     # ---------------------------------------------------------------- states
 
-    def record(self, moment: Moment) -> None:
-        """Keep the states after a delivered batch."""
-        stateful = self._stateful
-        if stateful:
-            self._states.append((moment, [_copied(one.state_dict()) for one in stateful]))
+    def record(self, moment: Callable[[], Moment]) -> None:
+        """Keep the states after a delivered batch; `moment` tells when."""
+        if self._stateful:
+            self._states.append((moment(), [_copied(one.state_dict()) for one in self._stateful]))
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The states after each of the last batches, with their moments; empty if no transform has a state."""

@@ -74,6 +74,10 @@ class ShardOrigin(Origin):
         self, *, sampler: Sampler, packed: bool, layout: str, steps: Steps | None, sample_info: bool
     ) -> None:
         super().check(sampler=sampler, packed=packed, layout=layout, steps=steps, sample_info=sample_info)
+        if layout == "tree":
+            raise SchemaError(
+                "layout='tree' was given with Shards; expected a Table, which knows what trajectories share."
+            )
         if packed and self.is_global and self.shards.num_stages > 1:
             raise SchemaError(
                 f"layout={layout!r} was given with Shards of {self.shards.num_stages} pipeline stages; expected one "

@@ -25,8 +25,9 @@ from gear_loader.kernels.plan import (
     WIDTH,
 )
 from gear_loader.native.compile import compiled
-from gear_loader.native.memory import copy_bytes, copy_step, fill, order_stores
+from gear_loader.native.memory import copy_bytes, fill, order_stores
 from gear_loader.native.returns import NEXT, ROLES, n_step
+from gear_loader.native.singles import gather_singles
 from gear_loader.native.spans import (
     ADJOINS,
     BEGIN,
@@ -36,14 +37,12 @@ from gear_loader.native.spans import (
     copy_segments,
     extent_of,
     grouped,
-    request,
     request_index,
     segments_for,
-    source_of,
 )
 
-_SINGLES, SINGLE_BYTES = 32, 1 << 12
-"""Single steps whose lines are requested before the first is copied, and the largest of them."""
+SINGLE_BYTES = 1 << 12
+"""Largest single steps that `gather_singles` copies."""
 STREAM_BATCH_BYTES = 1 << 22
 """Bytes of a batch from which on its rows are written past the caches: by the time that the batch is read, others have
 been gathered. Whole trajectories of 42 KB, 256 and 1,024 a batch, take 0.8 of the time on an EPYC with 32 MiB of L3,
@@ -67,57 +66,6 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _gather_singles(  # type: ignore[no-untyped-def]
-    columns, role, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
-) -> int:
-    """`_gather_spans` of windows of one step each, which need no segments: 0.7 to 0.75 of the time."""
-    bad = 0
-    table, groups = grouped(columns, role, block_steps)
-    found = np.empty(
-        (_SINGLES, groups.shape[0], 3), dtype=np.int64
-    )  # block or -1, step in it, whether it exists
-    for begin in range(first, last, _SINGLES):
-        here = min(_SINGLES, last - begin)
-        for i in range(here):
-            slot, anchor = slots[begin + i], anchors[begin + i]
-            if slot >= 0 and slot < len(extent):
-                steps, row, more = extent_of(extent, slot)
-            else:
-                steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
-            for g in range(groups.shape[0]):
-                c = groups[g, BEGIN]
-                step, stop = anchor + table[c, OFFSET], steps + more * table[c, FINAL]
-                exists, number, inside = 0 <= step < stop, int64(-1), int64(0)
-                if exists or (table[c, PAD] == PAD_EDGE and stop > 0):
-                    step = min(max(step, 0), stop - 1)
-                    block = step // block_steps
-                    inside = step - block * block_steps
-                    place = row + block
-                    number = int64(block_ids[place]) if 0 <= place < len(block_ids) else int64(-1)
-                    if number >= table[c, BLOCKS]:
-                        number = int64(-1)
-                    bad += number < 0
-                    exists = exists and number >= 0
-                    if number >= 0:
-                        request(table, c, groups[g, END], number, inside, 1)
-                found[i, g, 0], found[i, g, 1], found[i, g, 2] = number, inside, exists
-        for i in range(here):
-            target = rows[begin + i] if chosen else begin + i
-            for g in range(groups.shape[0]):
-                number, inside = found[i, g, 0], found[i, g, 1]
-                for c in range(groups[g, BEGIN], groups[g, END]):
-                    size = table[c, STEP_BYTES]
-                    out = table[c, OUT] + target * size
-                    if number >= 0:
-                        copy_step(out, source_of(table, c, number, inside), size)
-                    else:
-                        fill(out, 0, size)
-                    if table[c, MASK] != 0:
-                        fill(table[c, MASK] + target, found[i, g, 2], 1)
-    return bad
-
-
-@njit(inline="always")  # type: ignore[untyped-decorator]
 def gather_windows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
@@ -129,7 +77,7 @@ def gather_windows(  # type: ignore[no-untyped-def]
         else:
             returns = True
     if single:
-        bad = _gather_singles(
+        bad = gather_singles(
             columns, 0, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
         )
     else:
@@ -168,7 +116,7 @@ def _gather_returns(  # type: ignore[no-untyped-def]
         )
         role = ROLES * number + NEXT
         if spans is None:
-            bad += _gather_singles(
+            bad += gather_singles(
                 columns, role, slots, steps, extent, block_ids, block_steps, first, last, rows, chosen
             )
         else:
@@ -307,7 +255,7 @@ def gather_batch(  # type: ignore[no-untyped-def]
         names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
     count = len(slots)
     if spans is None:
-        bad = _gather_singles(
+        bad = gather_singles(
             columns, 0, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False
         )
     else:

@@ -42,7 +42,7 @@ def _copy_of(size: int) -> Any:
     return copy
 
 
-_copy_1, _copy_2, _copy_4, _copy_8, _copy_16, _copy_32, _copy_64 = map(_copy_of, (1, 2, 4, 8, 16, 32, 64))
+copy_1, copy_2, copy_4, copy_8, copy_16, copy_32, copy_64 = map(_copy_of, (1, 2, 4, 8, 16, 32, 64))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -215,52 +215,52 @@ def copy_apart(target, apart, source, every, count, size) -> None:  # type: igno
     """
     if size == 4:
         for i in range(count):
-            _copy_4(target + i * apart, source + i * every)
+            copy_4(target + i * apart, source + i * every)
     elif size == 8:
         for i in range(count):
-            _copy_8(target + i * apart, source + i * every)
+            copy_8(target + i * apart, source + i * every)
     elif size == 16:
         for i in range(count):
-            _copy_16(target + i * apart, source + i * every)
+            copy_16(target + i * apart, source + i * every)
     elif size == 1:
         for i in range(count):
-            _copy_1(target + i * apart, source + i * every)
+            copy_1(target + i * apart, source + i * every)
     elif size < 4:
         for i in range(count):
             to, of = target + i * apart, source + i * every
-            _copy_2(to, of)
-            _copy_1(to + size - 1, of + size - 1)
+            copy_2(to, of)
+            copy_1(to + size - 1, of + size - 1)
     elif size < 8:
         for i in range(count):
             to, of = target + i * apart, source + i * every
-            _copy_4(to, of)
-            _copy_4(to + size - 4, of + size - 4)
+            copy_4(to, of)
+            copy_4(to + size - 4, of + size - 4)
     elif size < 16:
         for i in range(count):
             to, of = target + i * apart, source + i * every
-            _copy_8(to, of)
-            _copy_8(to + size - 8, of + size - 8)
+            copy_8(to, of)
+            copy_8(to + size - 8, of + size - 8)
     elif size <= 32:
         for i in range(count):
             to, of = target + i * apart, source + i * every
-            _copy_16(to, of)
-            _copy_16(to + size - 16, of + size - 16)
+            copy_16(to, of)
+            copy_16(to + size - 16, of + size - 16)
     elif size <= 64:
         for i in range(count):
             to, of = target + i * apart, source + i * every
-            _copy_32(to, of)
-            _copy_32(to + size - 32, of + size - 32)
+            copy_32(to, of)
+            copy_32(to + size - 32, of + size - 32)
     elif size <= 128:
         for i in range(count):
             to, of = target + i * apart, source + i * every
-            _copy_64(to, of)
-            _copy_64(to + size - 64, of + size - 64)
+            copy_64(to, of)
+            copy_64(to + size - 64, of + size - 64)
     else:
         for i in range(count):
             to, of = target + i * apart, source + i * every
             for done in range(0, size - 64, 64):
-                _copy_64(to + done, of + done)
-            _copy_64(to + size - 64, of + size - 64)
+                copy_64(to + done, of + done)
+            copy_64(to + size - 64, of + size - 64)
 
 
 @njit(inline="always")
@@ -277,14 +277,23 @@ def differ_step(one, other, size):  # type: ignore[no-untyped-def]
 
 @njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
 def copy_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
-    """Copy one step: of the usual sizes without a call."""
+    """Copy one step: of the usual sizes without a call, by moves that overlap where it is no power of two."""
     if size == 4:
-        _copy_4(target, source)
+        copy_4(target, source)
     elif size == 8:
-        _copy_8(target, source)
+        copy_8(target, source)
     elif size == 16:
-        _copy_16(target, source)
+        copy_16(target, source)
     elif size == 1:
-        _copy_1(target, source)
+        copy_1(target, source)
+    elif 16 < size <= 32:
+        copy_16(target, source)
+        copy_16(target + size - 16, source + size - 16)
+    elif 32 < size <= 64:
+        copy_32(target, source)
+        copy_32(target + size - 32, source + size - 32)
+    elif 64 < size <= 128:
+        copy_64(target, source)
+        copy_64(target + size - 64, source + size - 64)
     else:
         copy_bytes(target, source, size)

@@ -6,11 +6,11 @@ Values that lie one after another are copied at once. Addresses are raw, and the
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, int64, njit
 
 from gear_loader.native.compile import compiled
 from gear_loader.native.lanes import LANE_GENERATION, LANE_SLOT
-from gear_loader.native.memory import copy_bytes, pointer
+from gear_loader.native.memory import copy_bytes, order_stores, pointer
 
 _SLOT, _GENERATION, _EXTENT, _AT, _END, _TAKEN, _GRAIN = 0, 1, 2, 3, 4, 5, 16  # of a spot
 _HEADER, _SIZE, _NEXT = 32, 0, 3  # all as `gear_loader.storage.operations.extents` has them
@@ -19,11 +19,12 @@ assert (LANE_SLOT, LANE_GENERATION) == (0, 1)  # compiled into the cached machin
 
 
 @njit  # type: ignore[untyped-decorator]
-def _copy_split(base, end, at, memory, size, into) -> bool:  # type: ignore[no-untyped-def]
-    """Copy a value of `size` bytes between `memory` and its extents, of which the first begins at byte `at`.
+def _copy_split(base, end, at, memory, skip, size, into) -> bool:  # type: ignore[no-untyped-def]
+    """Copy bytes of a value between `memory` and its extents, of which the first begins at byte `at`.
 
     Args:
-        base, end: address and bytes of the payload. into: whether it goes into the extents.
+        base, end: address and bytes of the payload. skip, size: first byte of the value, and number of bytes.
+        into: whether they go into the extents.
 
     Returns:
         False if an extent is not valid.
@@ -32,14 +33,17 @@ def _copy_split(base, end, at, memory, size, into) -> bool:  # type: ignore[no-u
     while size > 0:
         if at < _HEADER or at > end - _HEADER or at % 8 != 0:
             return False
-        part = min(size, words[at // 8 + _SIZE] - _HEADER)
+        part = words[at // 8 + _SIZE] - _HEADER
         if part <= 0 or part > end - _HEADER - at:
             return False
-        if into:
-            copy_bytes(base + at + _HEADER, memory, part)
-        else:
-            copy_bytes(memory, base + at + _HEADER, part)
-        memory, size, at = memory + part, size - part, words[at // 8 + _NEXT]
+        inside = min(size, part - skip)
+        if inside > 0:
+            if into:
+                copy_bytes(base + at + _HEADER + skip, memory, inside)
+            else:
+                copy_bytes(memory, base + at + _HEADER + skip, inside)
+            memory, size = memory + inside, size - inside
+        skip, at = max(0, skip - part), words[at // 8 + _NEXT]
     return True
 
 
@@ -58,7 +62,7 @@ def write_values(base, end, addresses, offsets, sizes) -> bool:  # type: ignore[
         source, target, size = addresses[i], offsets[i], sizes[i]
         i += 1
         if target < 0:
-            if not _copy_split(base, end, -target, source, size, True):
+            if not _copy_split(base, end, -target, source, 0, size, True):
                 return False
             continue
         while i < count and addresses[i] == source + size and offsets[i] == target + size:
@@ -132,27 +136,86 @@ def measure_values(records, row_bytes, first, end, offsets) -> int:  # type: ign
 
 
 @compiled
-def read_values(base, end, records, row_bytes, out) -> int:  # type: ignore[no-untyped-def]
-    """Copy the values of records that `measure_values` found valid one after another to the address `out`.
+def read_values(base, end, first, records, row_bytes, skip, size, out) -> int:  # type: ignore[no-untyped-def]
+    """Copy a part of the values of records, as they lie one after another, to the address `out`.
 
     Args:
-        base, end: address and bytes of the payload. The others as for `measure_values`.
+        base, end: address and bytes of the payload, whose values begin at byte `first`.
+        records: int64 [n, 2], as for `measure_values`, and not checked. row_bytes: of a row.
+        skip, size: first byte of the part, and its bytes.
 
     Returns:
-        How many have an extent that is not valid.
+        How many values were found not to be valid.
     """
     i, bad, count = 0, 0, len(records)
-    while i < count:
-        source, size = records[i, 0], records[i, 1] * row_bytes
+    while size > 0 and i < count:
+        place, rows = records[i, 0], records[i, 1]
+        split, total = rows < 0, abs(rows) * row_bytes
         i += 1
-        if size < 0:
-            bad += not _copy_split(base, end, source, out, -size, False)
-            out -= size
+        if total < 0 or total > end or abs(rows) > end:
+            bad += 1
             continue
-        while i < count and (records[i, 1] == 0 or (records[i, 1] > 0 and records[i, 0] == source + size)):
-            size += records[i, 1] * row_bytes
+        while (
+            not split
+            and i < count
+            and (records[i, 1] == 0 or (records[i, 0] == place + total and 0 < records[i, 1] <= end))
+        ):
+            total += records[i, 1] * row_bytes
             i += 1
-        if size > 0:
-            copy_bytes(out, base + source, size)
-        out += size
+        if total <= skip:
+            skip -= total
+            continue
+        taken = min(size, total - skip)
+        if split:
+            bad += not _copy_split(base, end, place, out, skip, taken, False)
+        elif place < first or place > end or total > end - place:
+            bad += 1
+        else:
+            copy_bytes(out, base + place + skip, taken)
+        out, size, skip = out + taken, size - taken, 0
+    order_stores()
     return bad
+
+
+@njit(inline="always")
+def _record(column, ids, place, step):  # type: ignore[no-untyped-def]
+    """A record in its block."""
+    block = step // column[4]
+    at = column[0] + int64(ids[place + block]) * column[1] + (step - block * column[4]) * column[3]
+    return carray(pointer(at), (2,), np.int64)
+
+
+@compiled
+def find_values(rows, places, ids, column, most, found) -> None:  # type: ignore[no-untyped-def]
+    """Find the values of trajectories by their records as a file has them, which say the first row and the rows.
+
+    Args:
+        rows: int64 [n], records of each trajectory, 1 or more.
+        places, ids, column: of the records, as for `gear_loader.native.copying.copy_rows`.
+        most: rows of the values in the file.
+        found: int64 [n, 2], output: first row of the values of each trajectory, and the row after their last; -1 twice
+            where they do not follow one another.
+    """
+    for i in range(len(rows)):
+        first = _record(column, ids, places[i], 0)[0]
+        following, valid = first, first >= 0
+        for step in range(rows[i]):
+            record = _record(column, ids, places[i], step)
+            valid &= record[0] == following and 0 <= record[1] <= most
+            following += record[1]
+            valid &= following <= most
+        found[i, 0], found[i, 1] = (first, following) if valid else (-1, -1)
+
+
+@compiled
+def move_records(rows, places, ids, column, row_bytes, found, targets) -> None:  # type: ignore[no-untyped-def]
+    """Make records as a file has them those of values in memory.
+
+    Args:
+        As for `find_values`, with its output. row_bytes: of a row. targets: int64 [n], first byte of each trajectory's
+            values in the payload.
+    """
+    for i in range(len(rows)):
+        for step in range(rows[i]):
+            record = _record(column, ids, places[i], step)
+            record[0] = targets[i] + (record[0] - found[i, 0]) * row_bytes

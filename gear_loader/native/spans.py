@@ -47,7 +47,7 @@ _PAST_CACHES_BYTES = 1 << 10
 
 BEGIN, END, ADJOINS = range(3)  # of a group: its columns; whether the blocks of all of them lie side by side
 _FIRST, _LAST, _BLOCK, _INSIDE, _TAKE, _PLACE, _REPEATS, _LINES = range(8)  # of a segment
-_FRESH = LINES  # in the table of `grouped`: whether no column before has the same cache lines
+FRESH = LINES  # in the table of `grouped`: whether no column before has the same cache lines
 
 
 @njit
@@ -77,7 +77,7 @@ def grouped(columns, role, block_steps):  # type: ignore[no-untyped-def]
                 table[filled, field] = columns[c, field]
             for before in range(begin, filled):
                 fresh = fresh and not _same_record(table, before, filled)
-            table[filled, _FRESH] = fresh
+            table[filled, FRESH] = fresh
             adjoins = adjoins and columns[c, STRIDE] == block_steps * columns[c, STEP_BYTES]
             filled += 1
         groups[count, BEGIN], groups[count, END], groups[count, ADJOINS] = begin, filled, adjoins
@@ -139,7 +139,7 @@ def request(table, begin, end, number, inside, take):  # type: ignore[no-untyped
     """Request the first cache lines of `take` steps of a block, of columns `begin` to `end - 1`; returns how many."""
     total = 0
     for c in range(begin, end):
-        if table[c, _FRESH] != 0:
+        if table[c, FRESH] != 0:
             source = source_of(table, c, number, inside)
             lines = min((take * table[c, STEP_STRIDE] + 63) // 64, _LINES_EACH)
             for line in range(lines):

@@ -113,11 +113,14 @@ class RowAdder:
 
     def flush(self) -> None:
         """Make all rows visible in the table. Calls of several threads take turns."""
+        appending = self._appending
+        if not appending.left and not appending.unpublished:
+            return
         with self._turn:
-            if self._appending.left:
-                self._appending.resume()
-            if self.waits:
-                self._appending.publish()
+            if appending.left:
+                appending.resume()
+            if self.waits and appending.unpublished:
+                appending.publish()
 
     def _use_memory(self) -> None:
         """Append what the memory holds."""

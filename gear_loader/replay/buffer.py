@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import os
@@ -542,7 +543,7 @@ class ReplayBuffer:
 
     def _drawn_from(self) -> ReplayDataset:
         self._flush()
-        if self._dataset is None or not len(self):
+        if self._dataset is None or self._table is None or not self._table.num_steps:
             whole = self._hindsight is not None and not self._hindsight.running
             what = "an episode that ends (or give Hindsight running=True)" if whole else "a transition"
             raise TableEmptyError(f"The replay buffer is empty; add {what} before the first sample.")
@@ -555,7 +556,7 @@ class ReplayBuffer:
         for end, columns in self._following().items():
             if self.n_step == 1:
                 following |= {name: batch.pop(f"next_{name}") for name in columns}
-                batch[f"discount{end}"] = torch.where(batch.pop(f"terminated{end}"), 0.0, self.gamma)
+                batch[f"discount{end}"] = torch.where(batch.pop(f"terminated{end}"), *_discounts(self.gamma))
             else:
                 target = batch.pop(f"target{end}")
                 batch[f"reward{end}"], batch[f"discount{end}"] = target["return"], target["discount"]
@@ -698,6 +699,14 @@ def _description(
     if kind != wanted:
         raise CheckpointError(f"{where} is of a {kind}; expected one of a {wanted}. Use {kind}.")
     return capacity, envs, agents, nestings, saved
+
+
+@functools.cache
+def _discounts(gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a step that ends an episode, and of another; as tensors, `torch.where` takes half of the time."""
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu"), torch.tensor(
+        gamma, dtype=torch.float32, device="cpu"
+    )
 
 
 def _first(name: str, values: Any) -> Any:

@@ -89,6 +89,11 @@ class Priorities:
                 f"{context.sampler!r} would need {blocks * layout.block_steps:,} priorities, one for each place of a "
                 f"step; expected less than 2**31. Use unit='trajectory', or a table with {fewer}."
             )
+        if steps and layout.prefixes:
+            raise SchemaError(
+                f"{context.sampler!r} draws steps by priority, and the table has Memory(prefixes=True), with steps "
+                "that belong to several trajectories; expected unit='trajectory', or a table without prefixes."
+            )
         if steps and 1 < context.stride < layout.block_steps:
             raise SchemaError(
                 f"{context.sampler!r} was given with Draws(stride={context.stride}) and a table of blocks of "

@@ -33,6 +33,7 @@ from gear_loader.storage.index import INLINE_BYTES, Index
 from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
 from gear_loader.storage.payload import PayloadReader, needed_bytes, write_payload
+from gear_loader.storage.prefixes import Prefixes
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.reader import TableReader
@@ -200,10 +201,12 @@ class Engine:
         *,
         unique: bool = False,
         index: Index | None = None,
+        prefixes: Prefixes | None = None,
     ) -> Array:
-        """As `store`, for steps that fit the schema."""
+        """As `store`, for steps that fit the schema, and that come after `prefixes`."""
         index = self.index if index is None else index
         lengths = steps.lengths if finals is None else steps.lengths - finals
+        lengths = lengths if prefixes is None else lengths + prefixes.steps
         self._check_lengths(lengths)
         limiter = self.rules.rate_limiter
         if limiter is not None:
@@ -212,7 +215,7 @@ class Engine:
         payload = steps.payload
         if payload is not None:
             self._check_payload(payload)
-        elif self.device is None and (ids is None or unique):
+        elif prefixes is None and self.device is None and (ids is None or unique):
             stored = index.store(
                 self.targets,
                 steps.lengths,
@@ -229,7 +232,14 @@ class Engine:
         claim = Claim(len(steps.lengths))
         try:
             slots, blocks = index.begin(
-                lengths, finals=finals, evict=evict, wait=wait, ids=ids, unique=unique, claim=claim
+                lengths,
+                finals=finals,
+                evict=evict,
+                wait=wait,
+                ids=ids,
+                unique=unique,
+                claim=claim,
+                prefixes=prefixes,
             )
             if payload is not None:
                 assert claim.generations is not None
@@ -242,7 +252,7 @@ class Engine:
                 assert offsets is not None
                 if not write_payload(payload, heap, offsets):
                     raise index.arrays.corrupt("a ragged value has a part outside of its memory")
-            self._write(blocks, steps)
+            self._write(blocks, steps if prefixes is None else prefixes.rows)
             index.commit(slots, priorities)
         except BaseException as error:
             if (claim.slots >= 0).any():
@@ -315,7 +325,7 @@ class Engine:
     @functools.cached_property
     def payload(self) -> PayloadReader:
         """What reads ragged values."""
-        return PayloadReader(self.region, self.reader().check_gathered)
+        return PayloadReader(self.region, self.index.arrays, self.reader().check_gathered)
 
     def rows(self, index: int, *, final: bool = False) -> dict[str, Any] | None:
         """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
@@ -353,7 +363,7 @@ class Engine:
                     )
                 for name in self.schema.ragged:
                     if rows is not None and name in rows:
-                        rows[name] = self._read_ragged(name, rows[name])
+                        rows[name] = self._read_ragged(name, int(index), rows[name])
             ticket.end()
             return rows
         finally:
@@ -386,9 +396,10 @@ class Engine:
         late = self.schema.late
         return [name for name in self.schema if name not in late or bits >> late.index(name) & 1]
 
-    def _read_ragged(self, name: str, records: torch.Tensor) -> Any:
-        values = self.schema.ragged[name]
-        found = self.payload.read(values, records.numpy().reshape(-1, 2), (records.numel() // 2,))
+    def _read_ragged(self, name: str, slot: int, records: torch.Tensor) -> Any:
+        values, count = self.schema.ragged[name], records.numel() // 2
+        slots = np.full(count, slot)
+        found = self.payload.read(values, records.numpy().reshape(-1, 2), (count,), slots=slots)
         return found[0] if self.schema[name].trajectory else found
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:

@@ -48,6 +48,7 @@ class GrowingRows:
             final steps), bytes from lane to lane, and from row to row.
         kinds: int64 [K, n]: kinds of the rows. over, out: int64 [n], as there.
         left: whether an error has left rows that are not appended.
+        unpublished: whether rows have been appended since the last `publish`.
         priorities: float32 [n], of trajectories that begin. once_sources: int64 [O, 2], as there.
 
     Args:
@@ -109,7 +110,7 @@ class GrowingRows:
             request[AHEAD_FIRST] = place = list(schema).index(first)
             self.sources[place, 0] = data_address(self._firsts)
         request[[AHEAD_PID, AHEAD_START]] = self._index.readers.here()
-        self.left, self._count = False, 0
+        self.left, self.unpublished, self._count = False, False, 0
         self._pid = here.pid
         self._limited = self._index.arrays.rules.rate_limiter is not None
         self._waits_at_once = not self._limited and self._index.admission.max_age is None
@@ -140,7 +141,7 @@ class GrowingRows:
             self.drop()
         if count != self._count:
             self._request[AHEAD_END], self._count = count * self._n, count
-        self.left = True
+        self.left = self.unpublished = True
         self.resume()
 
     def resume(self) -> None:
@@ -169,6 +170,7 @@ class GrowingRows:
         try:
             self._request[AHEAD_PUBLISHES] = 1
             self.append()
+            self.unpublished = False
         finally:
             self._request[AHEAD_PUBLISHES] = 0
             self.drop()

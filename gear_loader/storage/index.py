@@ -52,6 +52,7 @@ from gear_loader.storage.operations.view import (
     DONE,
     FLIP,
     FULL,
+    GONE,
     PID,
     READ,
     REFUSE,
@@ -60,6 +61,7 @@ from gear_loader.storage.operations.view import (
     START,
     UNREADY,
 )
+from gear_loader.storage.prefixes import Prefixes, set_prefixes
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
@@ -113,6 +115,7 @@ class Index:
         ids: Array | None = None,
         unique: bool = False,
         claim: Claim | None = None,
+        prefixes: Prefixes | None = None,
     ) -> tuple[Array, Array]:
         """Allocate slots and blocks for trajectories, which stay invisible until `commit`.
 
@@ -124,11 +127,13 @@ class Index:
             ids: int64 [n], distinct global ids to add the trajectories with; -1 for a new id.
             unique: whether no trajectory can have one of `ids`, so that the table is not searched for them.
             claim: for n slots: records the allocation even if this call is interrupted, for `abort`.
+            prefixes: what the trajectories begin with, which `lengths` count.
 
         Returns:
-            The slots, int64 [n], and their blocks, one trajectory after another, int32 [blocks].
+            The slots, int64 [n], and their new blocks, one trajectory after another, int32 [blocks].
 
         Raises:
+            StaleIndexError: one of `prefixes` is gone. Nothing was changed.
             SchemaError: a trajectory in the table has one of `ids`. Nothing was changed.
             TableFullError: no space without `evict` or `wait`, timed out, or larger than the table. Nothing was
                 changed.
@@ -139,15 +144,28 @@ class Index:
         finals = lengths[:0] if finals is None else np.ascontiguousarray(finals, dtype=np.int64)
         rows = lengths + finals if len(finals) else lengths
         blocks = int(self.arrays.blocks_of(rows).sum())
+        if prefixes is not None:
+            blocks -= int(np.maximum(prefixes.shared - self.arrays.copied_blocks, 0).sum())
         claim = Claim(len(lengths)) if claim is None else claim
         slots, taken = claim.slots, np.empty(blocks, dtype=np.int32)
 
         def attempt() -> int:
             if ids is not None and not unique:
                 self._check_unused(ids)
-            answer: int = self.arrays.ops.begin(
-                self.arrays.where, lengths, finals, int(evict), *self.readers.here(), slots, taken
-            )
+            answer: int
+            given = int(evict), *self.readers.here(), slots, taken
+            if prefixes is None:
+                answer = self.arrays.ops.begin(self.arrays.where, lengths, finals, *given)
+            else:
+                known = *prefixes[:2], prefixes.shared, self.arrays.copied_blocks
+                answer = self.arrays.ops.begin_after(self.arrays.where, lengths, finals, *known, *given)
+                if answer == GONE:
+                    raise StaleIndexError(
+                        f"A trajectory of the indices {np.unique(prefixes.slots).tolist()} was removed or evicted "
+                        "before what begins with its steps was stored. Nothing was stored."
+                    )
+                if answer == DONE:
+                    set_prefixes(self.arrays, slots, prefixes)
             if ids is not None and answer == DONE:
                 above = following(ids, origin_of(self.arrays.view) or 0)
                 self.arrays.ops.raise_numbering(self.arrays.where, above)

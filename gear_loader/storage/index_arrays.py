@@ -26,7 +26,9 @@ class IndexArrays:
         operations: the operations, compiled or in Python. ops: the same, with IndexError as CorruptTableError.
         where: first argument of the operations.
         stores_at_once: whether `operations.store` may be used.
-        tier: the `Tier` below the memory, or None. edit_unit: bit of `filled` that is set while a trajectory
+        tier: the `Tier` below the memory, or None.
+        copied_blocks: first blocks of a prefix that are copied, as they have the values of columns per trajectory.
+        edit_unit: bit of `filled` that is set while a trajectory
             is edited, above those of the late columns; the bits above it count the edits. 0 without mutable columns.
     """
 
@@ -53,6 +55,7 @@ class IndexArrays:
         self.created: Array = region.array("created")
         self.revised: Array = region.array("revised")
         self.filled: Array = region.array("filled")
+        self.prefix: Array = region.array("prefix")
         self.moved: Array = region.array("moved")
         self.priority: Array = region.array("priority")
         self.sampled: Array = region.array("sampled")
@@ -70,6 +73,7 @@ class IndexArrays:
         self.tier_priority: Array = region.array("tier_priority")
         self.kept_versions: Array = region.array("versions")
         self.tier_counts: Array = region.array("tier_counts")
+        self.copied_blocks = 1 if layout.schema.per_trajectory else 0
         self.edit_unit = 1 << len(layout.schema.late) if layout.schema.mutable else 0
         self.group = layout.group
         rules = layout.rules

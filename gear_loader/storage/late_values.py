@@ -137,12 +137,13 @@ def _ragged_values(
 ) -> LateValues:
     """`_values` of a ragged column."""
     assert column.ragged is not None
-    packed = starts is not None and (column.ragged.kind == "object" or not _is_listed(value, count))
+    coded = column.ragged.coded is not None
+    packed = starts is not None and (column.ragged.kind == "object" or not _is_listed(value, count, coded))
     whole = column.trajectory or packed
     if column.trajectory and single:
         value = [value]
     parts = [value] if whole else value
-    if not whole and not _is_listed(value, count):
+    if not whole and not _is_listed(value, count, coded):
         raise SchemaError(
             f"Column {name!r} is {shown(value)}; expected a list of {count} lists of values, one for each trajectory. "
             "Nothing was changed."
@@ -169,10 +170,13 @@ def _ragged_values(
     return LateValues(name, column, records.view(np.uint8), lengths, ragged)
 
 
-def _is_listed(value: Any, count: int) -> bool:
-    """Whether these are `count` lists of values, and not one list of values."""
+def _is_listed(value: Any, count: int, coded: bool) -> bool:
+    """Whether these are `count` lists of values (or arrays of values that are encoded), and not one list of values."""
     listed = isinstance(value, (list, tuple)) and len(value) == count
-    return listed and all(isinstance(each, (list, tuple, Ragged)) or _is_nested(each) for each in value)
+    kinds: Any = (list, tuple, Ragged, np.ndarray) if coded else (list, tuple, Ragged)
+    return listed and all(
+        isinstance(each, kinds) or _is_nested(each) or (coded and is_tensor(each)) for each in value
+    )
 
 
 def _is_nested(value: Any) -> bool:

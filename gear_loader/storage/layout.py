@@ -19,6 +19,9 @@
                     filled     int64 [T, 2]               [0, 2] without late columns. Generation that the bits are of
                                                           (of others none is set); bit i: late column number i of the
                                                           trajectory is filled
+                    prefix     int64 [T, 3]               [0, 3] of a table without prefixes. Generation that the others
+                                                          are of; sequence number of the trajectory whose first steps
+                                                          this one begins with, and how many
                     moved      uint32 [T]                 new place of the block table during a compaction
                     priority   float32 [T]                latest priority, or -1
                     sampled    int32 [T]                  number of draws, if counted
@@ -51,7 +54,8 @@
                     tail       128 B, then up to a whole page
     region bytes    log        of values that are being overwritten, see `edit_log.py`; once there were any
 
-T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), G the number of groups of slots, about sqrt(T). Every
+T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), or with prefixes 1.5 times the entries that
+`max_steps` steps have; G the number of groups of slots, about sqrt(T). Every
 array starts on a multiple of 128 B. A trajectory that lies on disk only has no entries in block_ids: its first entry is
 `operations.view.ON_DISK`. Because a column's base and block stride are such multiples, a 128-byte line never
 holds bytes of two blocks, and whole lines around a step lie inside the region: the GPU kernel reads only whole lines.
@@ -86,7 +90,7 @@ from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
@@ -175,6 +179,7 @@ class Layout:
         rules: eviction, expiry and rate limits of the table.
         tier: where trajectories beyond the memory lie, or None.
         payload: bytes of the values of ragged columns, a multiple of 128. payload_offset: where they begin.
+        prefixes: whether trajectories may share the blocks of their first steps, see `prefixes.py`.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
         on_device: whether the blocks lie in the memory of a GPU, and the region holds the index alone.
@@ -193,10 +198,12 @@ class Layout:
         rules: Rules | None = None,
         tier: Tier | None = None,
         payload: int = 0,
+        prefixes: bool = False,
         on_device: bool = False,
     ) -> None:
         self.schema = schema
         self.payload = payload
+        self.prefixes = prefixes
         self.max_steps = max_steps
         self.max_trajectories = max_trajectories
         self.block_steps = block_steps
@@ -206,7 +213,10 @@ class Layout:
         self.rules = Rules() if rules is None else rules
         self.tier = tier
         self.group = 1 << ((max_trajectories - 1).bit_length() + 1) // 2
-        self.half = num_blocks + (num_blocks + 1) // 2
+        entries = num_blocks
+        if prefixes:  # those of all trajectories, each with a final step
+            entries = most_blocks(max_steps, max_trajectories, block_steps) + max_trajectories
+        self.half = entries + (entries + 1) // 2
         self.header = self._header()
 
         slots, blocks = max_trajectories, num_blocks
@@ -223,6 +233,7 @@ class Layout:
             ("created", np.int64, (slots,)),
             ("revised", np.int64, (slots,)),
             ("filled", np.int64, (slots if schema.late or schema.mutable else 0, 2)),
+            ("prefix", np.int64, (slots if prefixes else 0, 3)),
             ("moved", np.uint32, (slots,)),
             ("priority", np.float32, (slots,)),
             ("sampled", np.int32, (slots,)),
@@ -292,6 +303,7 @@ class Layout:
             "rules": self.rules.to_json(),
             "tier": None if self.tier is None else self.tier.to_json(),
             "payload": self.payload,
+            "prefixes": self.prefixes,
         }
         header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
         if len(header) > HEADER_LIMIT:
@@ -359,7 +371,7 @@ class Layout:
             "block_steps": LARGEST_SIZE,
             "num_blocks": LARGEST_COUNT,
         }
-        expected = sorted([*sizes, "packed", "payload", "schema", "rules", "tier"])
+        expected = sorted([*sizes, "packed", "payload", "prefixes", "schema", "rules", "tier"])
         if not isinstance(fields, dict) or sorted(fields) != expected:
             raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
         for key, largest in sizes.items():
@@ -373,14 +385,16 @@ class Layout:
             raise SchemaError(
                 f"payload is {reprlib.repr(payload)}; expected a multiple of {LINE} from 0 to {MOST_PAYLOAD:,}"
             )
-        if type(fields["packed"]) is not bool:
-            raise SchemaError(f"packed is {reprlib.repr(fields['packed'])}; expected True or False")
+        flags = {key: fields[key] for key in ("packed", "prefixes")}
+        for key, value in flags.items():
+            if type(value) is not bool:
+                raise SchemaError(f"{key} is {reprlib.repr(value)}; expected True or False")
         if not isinstance(fields["rules"], dict):
             raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
         schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
         tier = None if fields["tier"] is None else Tier.from_json(fields["tier"])
         counts = {key: fields[key] for key in (*sizes, "payload")}
-        return cls(schema, rules=rules, packed=fields["packed"], tier=tier, **counts)
+        return cls(schema, rules=rules, tier=tier, **flags, **counts)
 
 
 def read_counters(fd: int, size: int) -> tuple[Layout, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.numa import Numa
 from gear_loader.storage.pages import HugePages
 from gear_loader.utils.arrays import shown
-from gear_loader.utils.checks import byte_count, one_of
+from gear_loader.utils.checks import byte_count, flag, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Memory:
             with such columns need it. A trajectory takes 32 bytes more than its values, and up to 16 for each column;
             32 more for each gap between others that they are spread over. On eviction, a sixty-fourth of the steps
             leaves at once.
+        prefixes: whether trajectories may begin with steps of others, which are stored once: `prefix` of `Table.add`.
+            `max_steps` counts them for each trajectory; give `size` or `max_blocks`, for what is stored. The index then
+            takes 24 bytes more for each trajectory, and 12 for each block that `max_steps` steps would take. Not with
+            ragged or late columns that have a value for each step, mutable columns, `Disk.size` and
+            `Table.create(device=)`; steps cannot be drawn by priority.
 
     Raises:
         SchemaError: an invalid value, or `size` and `max_blocks` together.
@@ -55,6 +60,7 @@ class Memory:
     huge_pages: HugePages = "auto"
     numa: Numa = "auto"
     payload: int | str | None = None
+    prefixes: bool = False
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -65,6 +71,7 @@ class Memory:
                 )
         if self.payload is not None:
             byte_count("payload", self.payload)
+        flag("Memory prefixes", self.prefixes)
         for name in ("packed", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 one_of(name, getattr(self, name), ("auto",), ", True or False")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.native.ragged_copies import measure_values, read_values, write_values
+from gear_loader.storage.coded_values import CodedReader
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
@@ -74,31 +75,37 @@ class PayloadReader:
     """Reads ragged values of a table by their records, under a read ticket.
 
     Args:
-        region: of the table. check: raises CorruptTableError if so many records are invalid.
+        region, index: of the table. check: raises CorruptTableError if so many records are invalid.
     """
 
-    def __init__(self, region: Region, check: Callable[[int], None]) -> None:
+    def __init__(self, region: Region, index: IndexArrays, check: Callable[[int], None]) -> None:
         heap = region.payload()
+        self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
         self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
 
-    def read(self, values: Values, records: Array, shape: tuple[int, ...], *, pinned: bool = False) -> Any:
-        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, or lists of text.
+    def read(
+        self, values: Values, records: Array, shape: tuple[int, ...], *, slots: Array, pinned: bool = False
+    ) -> Any:
+        """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or what
+        `decoding.decoded` makes of encoded ones.
 
         Args:
-            pinned: into pinned memory, except text.
+            slots: int64 [n], of their trajectories. pinned: into pinned memory, except text.
 
         Raises:
-            CorruptTableError: a record names no memory of the table.
+            CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
         """
-        pinned = pinned and values.kind == "array"
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
+        if values.coded is not None:
+            return self._coded.read(values, records, shape, slots, pinned=pinned)
+        pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places = offsets.numpy()
         self._check(int(measure_values(records, row_bytes, FIRST, self._end, places)))
         memory = torch.empty(
             (int(places[-1]), *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned
         )
-        self._check(int(read_values(self._base, self._end, records, row_bytes, memory.data_ptr())))
+        self._check(self.copy(records, row_bytes, 0, int(places[-1]) * row_bytes, memory.data_ptr()))
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
@@ -106,6 +113,26 @@ class PayloadReader:
                 self._check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
+
+    def _check_bytes(self, records: Array) -> None:
+        offsets = np.empty(len(records) + 1, dtype=np.int64)
+        self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, offsets)))
+
+    def _copy_bytes(self, record: Array, address: int) -> None:
+        self._check(self.copy(record, 1, 0, abs(int(record[0, 1])), address))
+
+    def most_rows(self, values: Values) -> int:
+        """Most rows that a value can have."""
+        return self._end // values.row_bytes
+
+    def copy(self, records: Array, row_bytes: int, skip: int, size: int, address: int) -> int:
+        """Copy bytes of the values of records, as they lie one after another; return how many are invalid.
+
+        Args:
+            records: int64 [n, 2], contiguous. row_bytes: of a row. skip, size: first byte, and number of bytes.
+            address: of the memory that they are copied to.
+        """
+        return int(read_values(self._base, self._end, FIRST, records, row_bytes, skip, size, address))
 
 
 def check_payload(region: Region, index: IndexArrays) -> None:

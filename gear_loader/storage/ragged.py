@@ -16,12 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.errors import SchemaError
+from gear_loader.storage.codecs import Coded
 from gear_loader.storage.dtypes import ITEM_BYTES, torch_dtypes
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.lazy_torch import torch
 
 RECORD_DTYPE, RECORD_SHAPE = "int64", (2,)
-Kind = Literal["array", "str", "bytes", "object"]
+Kind = Literal["array", "str", "bytes", "object", "coded"]
 TEXTS: dict[Any, Kind] = {str: "str", bytes: "bytes", object: "object"}
 
 
@@ -49,12 +50,14 @@ class Values:
     Attributes:
         dtype_name: of an element. shape: of a row.
         kind: ``"array"``; others are uint8 [n], and Python's objects at both ends: ``"str"`` in UTF-8, ``"bytes"``, and
-            ``"object"`` in msgpack's format.
+            ``"object"`` in msgpack's format; ``"coded"`` are the bytes of encoded values.
+        coded: of these, what they are decoded to.
     """
 
     dtype_name: str
     shape: tuple[int, ...] = ()
     kind: Kind = "array"
+    coded: Coded | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +70,8 @@ class Values:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     def __repr__(self) -> str:
+        if self.coded is not None:
+            return repr(self.coded)
         if self.kind != "array":
             return self.kind
         return f"dtype=torch.{self.dtype_name}, shape={(None, *self.shape)!r}"
@@ -150,7 +155,7 @@ class Ragged:
 
     def tolist(self) -> list[Any]:
         """The values as views, in lists as deep as `shape` has dimensions. Waits for a GPU that has the offsets."""
-        return _listed(list(self.values.split(self.offsets.diff().tolist())), self.shape)
+        return arranged(list(self.values.split(self.offsets.diff().tolist())), self.shape)
 
     def to(self, *args: Any, **options: Any) -> Ragged:
         """On another device, as `torch.Tensor.to`; a dtype is that of the values."""
@@ -180,7 +185,8 @@ def _indices(place: int | tuple[int, ...], shape: tuple[int, ...]) -> tuple[int,
     return indices
 
 
-def _listed(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+def arranged(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Values in lists as deep as `shape` has dimensions."""
     for size in reversed(shape[1:]):
         values = [values[i : i + size] for i in range(0, len(values), size)]
     return values
@@ -199,7 +205,7 @@ def texts(memory: Array, offsets: Array, kind: str, shape: tuple[int, ...]) -> l
     if kind == "object":
         unpack = functools.partial(msgpack().unpackb, strict_map_key=False)
         decode = lambda piece: unpack(piece) if piece else None  # noqa: E731
-    return _listed([decode(piece) for piece in pieces], shape)
+    return arranged([decode(piece) for piece in pieces], shape)
 
 
 def check_fixed(columns: Any, what: str) -> None:

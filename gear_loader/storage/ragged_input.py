@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gear_loader.errors import SchemaError
+from gear_loader.storage.decoding import encoded
 from gear_loader.storage.dtypes import NUMPY_DTYPES
 from gear_loader.storage.ragged import Ragged, Values, msgpack
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, settled
@@ -135,7 +136,7 @@ class _Parts:
         """Take the values of one trajectory; return their records, zeros yet."""
         values, once = column.ragged, column.trajectory
         assert values is not None
-        rows, addresses, hold = _located(values, [given] if once else given, what, once)
+        rows, addresses, hold = _located(values, [given] if once else given, what, once, whole=True)
         first, self._count = self._count, self._count + len(rows)
         self._runs.append((number, first, self._count))
         self._parts.append((rows * values.row_bytes, rows, addresses))
@@ -153,8 +154,16 @@ class _Parts:
         return Payload(runs, sizes, rows, addresses, self._records, self._holds)
 
 
-def _located(values: Values, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
-    """Rows and addresses of the values of a column of a trajectory, int64 [T] each, and what holds this memory."""
+def _located(
+    values: Values, given: Any, what: str, once: bool, *, whole: bool = False
+) -> tuple[Array, Array, object]:
+    """Rows and addresses of the values of a column, int64 [T] each, and what holds this memory.
+
+    Args:
+        once: whether it has one value per trajectory. whole: whether the values are all steps of one trajectory.
+    """
+    if values.coded is not None:
+        return _joined(encoded(values.coded, given[0] if once else given, what, once=once, whole=whole))
     if values.kind != "array":
         return _located_text(values.kind, given, what, once)
     if is_tensor(given) and given.is_nested and given.layout is torch.jagged:
@@ -183,12 +192,7 @@ def _packed_objects(given: Any, what: str, once: bool) -> list[bytes]:
     for i, item in enumerate(given):
         try:
             found.append(pack(item))
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            RecursionError,
-        ) as error:  # UnicodeEncodeError is a ValueError
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise SchemaError(
                 f"{what}{'' if once else f', step {i},'} is {shown(item)}, which msgpack does not store ({error}); "
                 "expected None, bool, int, float, str, bytes, and lists and dicts of these."
@@ -219,7 +223,7 @@ def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, 
     return _joined(pieces)
 
 
-def _joined(pieces: list[bytes]) -> tuple[Array, Array, object]:
+def _joined(pieces: Sequence[bytes]) -> tuple[Array, Array, object]:
     rows: Array = np.array([len(piece) for piece in pieces], dtype=np.int64)
     data: Array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
     return rows, data.ctypes.data + np.cumsum(rows) - rows, data

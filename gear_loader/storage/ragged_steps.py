@@ -101,7 +101,7 @@ class RaggedSteps:
         def then(offsets: Array) -> None:
             self._write(values, chosen, steps, offsets)
 
-        return index.place_payload(
+        found: Array | None = index.place_payload(
             self._heap,
             runs,
             sizes,
@@ -112,6 +112,7 @@ class RaggedSteps:
             check=check,
             then=then if visible else None,
         )
+        return found
 
     def _write(self, values: StepValues, chosen: Array, steps: slice, offsets: Array) -> None:
         if len(chosen) and not write_steps(values, chosen, steps, self._heap, offsets):

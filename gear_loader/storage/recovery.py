@@ -26,6 +26,7 @@ from gear_loader.storage.index_arrays import IndexArrays, ranges
 from gear_loader.storage.index_checks import bad_marks, bad_slots, damage, require_whole
 from gear_loader.storage.lock import IndexLock
 from gear_loader.storage.operations.view import ALL, LIVE, MARKED, PID, READING
+from gear_loader.storage.prefixes import prefixes_of
 from gear_loader.storage.states import FREE, READY, RETIRED, WRITING
 from gear_loader.utils.arrays import Array
 
@@ -217,9 +218,12 @@ class Recovery:
         counters = index.counters
         used = np.flatnonzero(index.state != FREE)
         lengths, starts = index.extent[used, 0], index.extent[used, 1]
-        taken = index.block_ids[ranges(starts, index.blocks_at(used))]
+        places = ranges(starts, index.blocks_at(used))
+        taken = index.block_ids[places]
         assert ((taken >= 0) & (taken < index.num_blocks)).all(), "a block id is out of range"
-        self._check_sharing(taken, np.repeat(index.stream[used], index.blocks_at(used)))
+        begun = self._check_prefixes(used)
+        own = ~np.isin(places, begun)
+        self._check_sharing(taken[own], np.repeat(index.stream[used], index.blocks_at(used))[own])
         derived = self.derive()
         for place, value in derived["counts"].items():
             assert counters[place] == value, f"counter {place} is {counters[place]}, expected {value}"
@@ -247,6 +251,24 @@ class Recovery:
         assert not counters[at.RAISING], "the numbering was left half raised"
         assert not counters[at.LOGGED], "values were left half overwritten"
         assert (index.readers[:, READING] <= counters[at.EPOCH]).all(), "a reader has a future epoch"
+
+    def _check_prefixes(self, used: Array) -> Array:
+        """Check that blocks of prefixes have the same number in all trajectories that begin with them.
+
+        Args:
+            used: int64 [n], slots.
+
+        Returns:
+            Places of these blocks in `block_ids`, int64 [m].
+        """
+        index = self.arrays
+        shared = prefixes_of(index, used)[1] // index.block_steps
+        shared = np.maximum(shared - index.copied_blocks, 0)
+        places = ranges(index.extent[used, 1] + index.copied_blocks, shared)
+        numbers = ranges(np.zeros_like(shared), shared)
+        pairs = np.unique(np.stack((index.block_ids[places], numbers)), axis=1)
+        assert len(np.unique(pairs[0])) == pairs.shape[1], "a block has two places in prefixes"
+        return places
 
     def _check_sharing(self, blocks: Array, streams: Array) -> None:
         """Check that only trajectories of one stream share blocks.

@@ -17,6 +17,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
+from gear_loader.storage.codecs import Codec, Coded
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.quick_check import Expected, located, located_list
 from gear_loader.storage.ragged import RECORD_DTYPE, RECORD_SHAPE, TEXTS, Values, msgpack
@@ -29,6 +30,8 @@ _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 _MOST_DIMENSIONS = 64
 _OPTIONS = ("final", "cast", "trajectory", "late", "mutable", *TEXTS.values())
 """Options of a column that are stored with a table: True, ``per="trajectory"``, or text."""
+_CODEC = "codec="
+"""Begins the option of a column with a codec, followed by `Codec.to_text`."""
 _LARGEST_EXTENT = 2**37 - 1
 _MOST_LATE = 62
 """Most columns that are filled later: each has one bit of an int64 a trajectory."""
@@ -67,6 +70,11 @@ class Column:
         mutable: whether `Table.set` may overwrite the values of steps: recurrent states, latents, targets that are
             computed anew. The host gathers for datasets that read such a column, for a GPU too. `Shards` over NIXL
             refuse it.
+        codec: a `Codec` or its name, ``"jpeg"``, ``"png"``, ``"webp"``, ``"zstd"``, ``"lz4"`` or ``"video"``: values
+            are stored encoded, in the memory of ragged ones, and batches have them decoded. `Table.add` takes arrays
+            ``[T, *shape]``, or a list with an array or encoded bytes for each step. Of a fixed shape batches have
+            tensors as without a codec; where the first extent of ``"zstd"`` and ``"lz4"`` is None, a `Ragged`; where
+            height or width of images are None, lists of tensors.
 
     Raises:
         SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast, late or mutable
@@ -81,6 +89,7 @@ class Column:
     cast: bool = dataclasses.field(default=False, kw_only=True)
     late: bool = dataclasses.field(default=False, kw_only=True)
     mutable: bool = dataclasses.field(default=False, kw_only=True)
+    codec: Any = dataclasses.field(default=None, kw_only=True)
     dtype_name: str = dataclasses.field(init=False)
     """The stored name of the dtype, for example ``"float32"``."""
     ragged: Values | None = dataclasses.field(init=False, default=None)
@@ -98,6 +107,7 @@ class Column:
             cast: bool = False,
             late: bool = False,
             mutable: bool = False,
+            codec: Codec | str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -110,7 +120,13 @@ class Column:
             )
         given: Any = self.dtype
         text = TEXTS.get(given) if isinstance(given, type) else None
+        if self.codec is not None:
+            object.__setattr__(self, "codec", Codec.of(self.codec))
         if text is not None:
+            if self.codec is not None:
+                raise SchemaError(
+                    f"Column({given.__name__}) has codec={self.codec!r}; expected none of text."
+                )
             if self.shape not in ((), (None,)):
                 raise SchemaError(
                     f"Column({given.__name__}) has shape {shown(self.shape)}; expected no shape."
@@ -130,9 +146,14 @@ class Column:
             )
         object.__setattr__(self, "dtype_name", name)
         shape: Any = self.shape
-        ragged = isinstance(shape, (tuple, list)) and len(shape) > 0 and shape[0] is None
-        if ragged:
-            shape = shape[1:]
+        varies: list[int] = []
+        if isinstance(shape, (tuple, list)):
+            varies = [
+                place
+                for place, extent in enumerate(shape[: 1 if self.codec is None else 2])
+                if extent is None
+            ]
+            shape = [1 if place in varies else extent for place, extent in enumerate(shape)]
         if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool):
             shape = (shape,)
         try:
@@ -148,8 +169,16 @@ class Column:
                 f"Column shape {shown(self.shape)} is not a sequence of positive integers; expected the shape of one "
                 "step, for example (11,) or () for a scalar; the first may be None, of values of any length."
             )
-        if ragged:
-            self._make_ragged(Values(name, extents))
+        if self.codec is not None:
+            if self.codec.name == "video" and self.trajectory:
+                raise SchemaError(
+                    "A column has codec='video' and per='trajectory'; expected frames of steps."
+                )
+            found = tuple(None if place in varies else extent for place, extent in enumerate(extents))
+            self._make_ragged(Values("uint8", (), "coded", Coded(self.codec, name, found)))
+            return
+        if varies:
+            self._make_ragged(Values(name, extents[1:]))
             return
         object.__setattr__(self, "shape", extents)
         flag("Column cast", self.cast)
@@ -454,7 +483,10 @@ class Schema(Mapping[str, Column]):
         for name, column in self.items():
             options = [option for option in _OPTIONS if getattr(column, option, False)]
             kind: tuple[str, list[Any]] = column.dtype_name, list(column.shape)
-            if column.ragged is not None:
+            if column.ragged is not None and column.ragged.coded is not None:
+                kind = column.ragged.coded.dtype_name, list(column.ragged.coded.shape)
+                options.append(_CODEC + column.codec.to_text())
+            elif column.ragged is not None:
                 kind = column.ragged.dtype_name, [None, *column.ragged.shape]
                 options += [column.ragged.kind] if column.ragged.kind in _OPTIONS else []
             rows.append([name, *kind, *options])
@@ -476,6 +508,11 @@ class Schema(Mapping[str, Column]):
             raise SchemaError(f"Columns {reprlib.repr(rows)} were received; expected a list of columns.")
         columns: dict[str, Column] = {}
         for row in rows:
+            codec = row[-1] if isinstance(row, list) and len(row) > 3 else None
+            codec = (
+                codec.removeprefix(_CODEC) if isinstance(codec, str) and codec.startswith(_CODEC) else None
+            )
+            row = row[:-1] if codec is not None else row
             fits = isinstance(row, list) and len(row) >= 3 and len(row) <= 3 + len(_OPTIONS)
             fits = fits and all(option in _OPTIONS and row[3:].count(option) == 1 for option in row[3:])
             if not fits:
@@ -492,7 +529,8 @@ class Schema(Mapping[str, Column]):
                 )
             fits = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
             if not fits or not all(
-                (type(extent) is int and 1 <= extent <= _LARGEST_EXTENT) or (extent is None and not place)
+                (type(extent) is int and 1 <= extent <= _LARGEST_EXTENT)
+                or (extent is None and place < (1 if codec is None else 2))
                 for place, extent in enumerate(shape)
             ):
                 raise SchemaError(
@@ -507,6 +545,8 @@ class Schema(Mapping[str, Column]):
                 raise SchemaError(
                     f"Column {reprlib.repr(row)} was received; expected text as uint8 of shape [None]."
                 )
+            if codec is not None:
+                given["codec"] = Codec.from_text(codec)
             named: Any = text or DtypeName(dtype)
             columns[name] = Column(named, tuple(shape), **given)
         return cls(columns)

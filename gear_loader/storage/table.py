@@ -18,6 +18,7 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.storage.block_sink import BlockSink, GrowingSink
+from gear_loader.storage.coders import check_packages
 from gear_loader.storage.counters import (
     NUM_STEPS,
     POLICY,
@@ -41,6 +42,8 @@ from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
 from gear_loader.storage.payload import check_payload
+from gear_loader.storage.prefix_input import located_after
+from gear_loader.storage.prefixes import Prefixes
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
@@ -171,6 +174,7 @@ class Table:
                 or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can replace tables.
             CheckpointError: the directory of `disk` holds a table or other files, is in use, or cannot be written. No
                 table is left.
+            ImportError: the package of a column's codec is not installed; the message names what to install.
         """
         memory = Memory.of(memory)
         tier: Tier | None
@@ -193,8 +197,9 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
-        if disk is not None or tier is not None:
-            check_fixed(layout.schema, "a table with disk takes")
+        check_packages(layout.schema.ragged.values())
+        if tier is not None:
+            check_fixed(layout.schema, "a table whose disk has a size takes")
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
@@ -307,7 +312,6 @@ class Table:
                 files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
                 link; or another save into it is running. The previous checkpoint is unchanged.
         """
-        check_fixed(self.schema, "Table.save() takes")
         path = local_path(path)
         disk = self._engine.disk
         if disk is not None and disk.writes_to(path):
@@ -327,6 +331,7 @@ class Table:
         block_steps: int | Literal["auto"] | None = None,
         packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
+        payload: int | str | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
         device: str | torch.device | None = None,
@@ -346,6 +351,7 @@ class Table:
                 with additional blocks where trajectories shared some. If one of the first three is given, `max_blocks`
                 is computed as in `create`; ``block_steps="auto"`` goes by the mean length of the saved trajectories.
             packed: as for `create`, whatever the saved table was.
+            payload: bytes of the values of ragged columns, as of `Memory`; by default those of the saved table.
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
@@ -364,6 +370,7 @@ class Table:
             block_steps=block_steps,
             packed=packed,
             max_blocks=max_blocks,
+            payload=payload,
             on_full=on_full,
             progress=progress,
             device=device,
@@ -383,6 +390,7 @@ class Table:
         block_steps: int | Literal["auto"] | None = None,
         packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
+        payload: int | str | None = None,
         memory: int | str | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
@@ -396,8 +404,8 @@ class Table:
         Args:
             disk: the directory, or a `Disk` with it and options; also a directory written by `save`. With `Disk.size`
                 trajectories beyond the memory stay there, whatever the saved table was; without, all are loaded.
-            schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, on_full, progress: as for
-                `load`. With `Disk.size` the memory is by default that of the saved table.
+            schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, payload, on_full, progress: as
+                for `load`. With `Disk.size` the memory is by default that of the saved table.
             memory: in place of `max_blocks`, as for `create`.
 
         Raises:
@@ -412,6 +420,7 @@ class Table:
             block_steps=block_steps,
             packed=packed,
             max_blocks=max_blocks,
+            payload=payload,
             memory=memory,
             on_full=on_full,
             progress=progress,
@@ -533,6 +542,9 @@ class Table:
         *,
         priority: float | None = None,
         final: Mapping[str, Any] | None = None,
+        prefix: int | None = None,
+        prefix_steps: int | None = None,
+        prefix_generation: int | None = None,
     ) -> int:
         """Store one trajectory.
 
@@ -545,12 +557,19 @@ class Table:
                 priority that the sampler has seen (initially 1), so that new trajectories are drawn soon.
             final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``:
                 the observation that follows the last action. Windows read it, but it is never an anchor.
+            prefix: index of a trajectory whose first steps this one begins with: `trajectory` has the steps after them.
+                Whole blocks of these steps are stored once, for as long as one of the trajectories is there; with
+                columns per trajectory all but the first. Needs ``Memory(prefixes=True)``. It is not evicted to make
+                room for this call.
+            prefix_steps: how many steps; by default all of that trajectory, without its final step.
+            prefix_generation: generation of the index, as batches have it; detects one that was reused.
 
         Returns:
             Index of the trajectory: valid until its removal or eviction, then reused.
 
         Raises:
-            SchemaError: the trajectory or the priority does not fit.
+            SchemaError: the trajectory or the priority does not fit, or there are not so many steps of `prefix`.
+            StaleIndexError: `prefix` is no index of a live trajectory.
             TableFullError: the table is full and `on_full` is ``"error"``, or the wait for space timed out.
             RateLimitError: the wait for the rate limiter timed out.
             LockTimeoutError: the wait for the lock, or for space held by readers or unfinished writes, timed out.
@@ -561,7 +580,8 @@ class Table:
         index = engine.index
         first = checked_priority(priority)
         schema = engine.schema.added
-        if schema.ragged and final is None:
+        begins = any(given is not None for given in (prefix, prefix_steps, prefix_generation))
+        if (schema.ragged or begins) and final is None:
             steps, finals = listed(schema, [trajectory]), None
         elif final is not None:
             steps, finals = listed(schema, [with_final(schema, trajectory, final)]), _ONE
@@ -573,7 +593,19 @@ class Table:
                     return slot
             steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
             finals = None
-        return int(engine.store_steps(steps, np.array([first], dtype=np.float32), None, finals)[0])
+        prefixes = self._prefixes(steps, prefix, prefix_steps, prefix_generation) if begins else None
+        priorities = np.array([first], dtype=np.float32)
+        return int(engine.store_steps(steps, priorities, None, finals, prefixes=prefixes)[0])
+
+    def _prefixes(self, steps: Steps, prefix: Any, prefix_steps: Any, generation: Any) -> Prefixes | None:
+        if prefix is not None:
+            return located_after(self._engine, steps, prefix, prefix_steps, generation)
+        if prefix_steps is not None or generation is not None:
+            raise SchemaError(
+                f"prefix_steps is {shown(prefix_steps)} and prefix_generation {shown(generation)} without prefix; "
+                "give it, or none of them."
+            )
+        return None
 
     def writer(
         self, *, chunk_steps: int | None = None, overlap_steps: int = 0, commit_every_step: bool = False
@@ -686,6 +718,9 @@ class Table:
         *,
         lengths: Sequence[int] | Array | torch.Tensor | None = None,
         priority: float | Sequence[float] | Array | torch.Tensor | None = None,
+        prefix: int | Sequence[int] | Array | torch.Tensor | None = None,
+        prefix_steps: int | Sequence[int] | Array | torch.Tensor | None = None,
+        prefix_generation: int | Sequence[int] | Array | torch.Tensor | None = None,
     ) -> Array:
         """Store many trajectories atomically, taking the lock once to begin and once to commit.
 
@@ -697,6 +732,8 @@ class Table:
                 other iterable may refill the same arrays: each item is copied before the next one is requested.
             lengths: int [n], with stacked arrays.
             priority: as for `add`; one number, or [n].
+            prefix, prefix_steps, prefix_generation: as for `add`; one number for all, or [n], where a prefix of -1 is
+                none.
 
         Returns:
             Indices of the trajectories, int64 [n].
@@ -704,7 +741,8 @@ class Table:
         Raises:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
-        return self._extend(trajectories, lengths, priority)
+        begin = prefix, prefix_steps, prefix_generation
+        return self._extend(trajectories, lengths, priority, prefix=begin)
 
     def extend_as(
         self,
@@ -730,9 +768,11 @@ class Table:
 
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
-        return self._extend(trajectories, lengths, priority, ids)
+        return self._extend(trajectories, lengths, priority, ids=(ids,))
 
-    def _extend(self, trajectories: Any, lengths: Any, priority: Any, *ids: Any) -> Array:
+    def _extend(
+        self, trajectories: Any, lengths: Any, priority: Any, *, ids: Any = (), prefix: Any = ()
+    ) -> Array:
         index, schema = self._engine.index, self.schema.added
         lengths = rectangular(trajectories) if lengths is None else lengths
         steps = listed(schema, trajectories) if lengths is None else stacked(schema, trajectories, lengths)
@@ -742,7 +782,8 @@ class Table:
         if not count:
             return np.empty(0, dtype=np.int64)
         given = given if given is not None and (given >= 0).any() else None
-        return self._engine.store_steps(steps, priorities, given, index=index)
+        prefixes = self._prefixes(steps, *prefix) if prefix else None
+        return self._engine.store_steps(steps, priorities, given, index=index, prefixes=prefixes)
 
     @property
     def seconds_waited(self) -> float:

@@ -80,6 +80,9 @@ def table_layout(
     options.update(
         packed=packed, rules=rules, tier=tier, on_device=on_device, payload=_payload(schema, memory)
     )
+    if memory.prefixes:
+        _check_prefixes(schema, "disk.size" if tier is not None else "device" if on_device else None)
+        options["prefixes"] = True
     if memory.size is not None:
         max_blocks = blocks_within(memory.size, max_blocks, schema, **options)
     if max(max_blocks, max_trajectories) >= 2**31:
@@ -88,6 +91,20 @@ def table_layout(
             "2**31 of each. Raise block_steps or split the table."
         )
     return Layout(schema, num_blocks=max_blocks, **options)
+
+
+def _check_prefixes(schema: Schema, other: str | None) -> None:
+    """Raise SchemaError if trajectories cannot share blocks of steps; `other`: an option that does not go with it."""
+    steps = schema.steps
+    for columns, what in ((steps.ragged, "ragged"), (steps.late, "late"), (steps.mutable, "mutable")):
+        if columns:
+            raise SchemaError(
+                f"Memory prefixes is True, and the columns {list(columns)} are {what} with a value for each step; "
+                "expected none, as steps that trajectories share belong to all of them. Leave prefixes out, or give "
+                "these columns per='trajectory'."
+            )
+    if other is not None:
+        raise SchemaError(f"Memory prefixes is True, and {other} is given; expected one of them.")
 
 
 def _payload(schema: Schema, memory: Memory) -> int:

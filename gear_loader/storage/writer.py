@@ -245,11 +245,12 @@ class Writer:
                 self._schema.validate_names(rows, what="the step")
             value, ragged = rows[column.name], self._schema[column.name].ragged
             if ragged is not None:
-                if ragged.kind != "object":
-                    return not isinstance(value, (list, tuple, Ragged)) and not (
-                        is_tensor(value) and value.is_nested
-                    )
-                continue
+                if ragged.kind == "object":
+                    continue
+                several = isinstance(value, (list, tuple, Ragged)) or (is_tensor(value) and value.is_nested)
+                return not several and not (
+                    ragged.coded is not None and getattr(value, "ndim", 0) == len(ragged.coded.shape) + 1
+                )
             if getattr(value, "ndim", 0) != len(column.shape) + 1:
                 return True
         return all(column.ragged is not None for column in self._schema.values())

@@ -136,6 +136,11 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         },
         "2 columns, 16,384 tokens",
     ),
+    "images": (
+        "--threads 1",
+        {"jpeg": {f"DataLoader, {way}, Pillow" for way in ("files", "tar")} | {"ours"}},
+        "jpegs of 224 x 224",
+    ),
     "graph": (
         "--threads 1 --nodes 500 --seconds 0.1",
         {

@@ -33,6 +33,7 @@ NAMES = (
     "simulator",
     "device",
     "packed",
+    "images",
     "graph",
     "learn",
     "train",

@@ -20,6 +20,7 @@ from checkpoint_common import CALLS, contents, draw, dying, files, loaded, loade
 from table_common import (
     COLUMNS,
     DTYPES,
+    RAGGED,
     Died,
     bits,
     forked,
@@ -56,11 +57,26 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     schema = {f"{t} {shape}": gear.Column(t, shape) for t in DTYPES for shape in ((), (1,), (3, 5))}
     schema["x"] = gear.Column(torch.bfloat16, (2,))
     schema |= {"odd": gear.Column(torch.int16, (1021,)), "large": gear.Column(torch.uint8, (3 * 4096 + 17,))}
-    with gear.Table.create(schema, max_steps=900, max_trajectories=20, block_steps=7) as table:
+    ragged = {f"{t} ragged": gear.Column(t, (None, 3)) for t in DTYPES}
+    ragged |= {
+        "text": gear.Column(str),
+        "blob": gear.Column(bytes),
+        "wide": gear.Column(torch.uint8, (None, 5000)),
+    }
+    ragged["image"] = gear.Column(torch.int8, (None, 2), per="trajectory")
+    options: dict[str, Any] = {"max_steps": 900, "max_trajectories": 20, "block_steps": 7}
+    memory = gear.Memory(payload="8MiB")
+    with gear.Table.create({**schema, **ragged}, memory=memory, **options) as table:
         first: Any = None
         for i, length in enumerate([1, 6, 7, 8, 14, 15, 63, 200, 1]):
             each = {name: random_values(c.dtype, (length, *c.shape), generator) for name, c in schema.items()}
             first = first or each
+            for name, column in ragged.items():
+                shape, numbers = column.ragged.shape, [(i * step) % 5 for step in range(length)]
+                each[name] = [random_values(column.ragged.dtype, (n, *shape), generator) for n in numbers]
+            each["image"] = random_values(torch.int8, (9000 if i == 3 else i, 2), generator)
+            each["text"] = ["ä" * (step % 3) for step in range(length)]
+            each["blob"] = [bytes([i]) * (10_000 if step == 63 else step) for step in range(length)]
             table.add(each, priority=None if i % 3 else float(i))
         table.remove(table.indices()[[2, 5]])
         table.save(tmp_path)
@@ -128,11 +144,11 @@ def test_a_closed_table_and_one_that_is_closed_during_a_save(
 
 
 def test_other_tools_can_read_it(tmp_path: Path) -> None:
-    with make() as table:
+    with make(ragged=True) as table:
         for number, length in enumerate([5, 17, 1]):
-            table.add(rows(number, length))
+            table.add(rows(number, length, ragged=True))
         table.save(tmp_path)
-        table.add(rows(3, 9))
+        table.add(rows(3, 9, ragged=True))
         table.remove(int(table.indices()[0]))
         table.save(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -145,11 +161,17 @@ def test_other_tools_can_read_it(tmp_path: Path) -> None:
         for name, file in manifest["files"].items()
     }
     index, found = index[index["length"] > 0], []
-    for number, first, length in zip(index["segment"], index["first"], index["length"], strict=True):
-        parts = {name: stored[int(number), name][first : first + length].copy() for name in COLUMNS}
-        found.append(number_of({name: torch.from_numpy(part) for name, part in parts.items()}))
+    for number, first, length, place in index[["segment", "first", "length", "place"]].tolist():
+        parts = {name: stored[number, name][first : first + length].copy() for name in COLUMNS}
+        records = stored[number, "words"][first : first + length]
+        words = [stored[number, "words\0values"][at : at + count] for at, count in records]
+        at, count = stored[number, "name"][place]
+        text = stored[number, "name\0values"][at : at + count].tobytes().decode()
+        offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(records[:, 1]))))
+        ragged = {"words": gear.Ragged(torch.from_numpy(np.concatenate(words)), offsets), "name": text}
+        found.append(number_of({name: torch.from_numpy(part) for name, part in parts.items()} | ragged))
     assert found == [1, 2, 3]
-    assert [name for name, _, _ in manifest["schema"]] == list(COLUMNS)
+    assert [name for name, *_ in manifest["schema"]] == list(RAGGED)
 
 
 @pytest.mark.long
@@ -265,15 +287,16 @@ def test_progress(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: pytest.Captu
         assert loaded(tmp_path, progress=True) == contents(table)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 def test_a_full_table_can_be_written_during_a_long_save(
-    tmp_path: Path, monkeypatch: MonkeyPatch, small_pieces: None
+    tmp_path: Path, monkeypatch: MonkeyPatch, small_pieces: None, ragged: bool
 ) -> None:
     """Between two pieces, what was evicted is free again: the writer waits for a piece and not for the save."""
     monkeypatch.setattr(saving, "HOLD_BYTES", 3000)
-    with make(on_full="evict_oldest") as table:
+    with make(on_full="evict_oldest", ragged=ragged) as table:
         table._engine.region.lock.timeout = 1.0
         for number in range(40):
-            table.add(rows(number, 10))
+            table.add(rows(number, 10, ragged=ragged))
         numbers, turns = itertools.count(40), 0
         genuine = files_module._write_piece
 
@@ -282,7 +305,7 @@ def test_a_full_table_can_be_written_during_a_long_save(
             turns += 1
             if turns < 12:
                 # By another thread than the one that copies: it may hold a ticket right now, for a moment.
-                table.extend([rows(next(numbers), 10) for _ in range(12)])
+                table.extend([rows(next(numbers), 10, ragged=ragged) for _ in range(12)])
             genuine(*args)
 
         monkeypatch.setattr(files_module, "_write_piece", write_piece)
@@ -370,16 +393,16 @@ def test_any_order_of_changes_saves_and_loads(
 
 
 @pytest.mark.parametrize(
-    "case", mostly_long(["first", "more", "rewritten", "rounds", "another table"], "more")
+    "case", mostly_long(["first", "more", "rewritten", "rounds", "another table", "ragged"], "more")
 )
 def test_dying_at_every_call_of_the_system(tmp_path: Path, case: str, monkeypatch: MonkeyPatch) -> None:
     if case == "rounds":
         monkeypatch.setattr(saving, "HOLD_BYTES", 0)
         monkeypatch.setattr(files_module, "PIECE_BYTES", 4096)
-    path = tmp_path / "ck"
-    with make() as table:
+    path, ragged = tmp_path / "ck", case == "ragged"
+    with make(ragged=ragged) as table:
         for number in range(6):
-            table.add(rows(number, 10 + number))
+            table.add(rows(number, 10 + number, ragged=ragged))
         before: dict[str, Any] | None = None
         if case == "another table":
             with make() as other:
@@ -391,7 +414,7 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, case: str, monkeypatc
             before = contents(table)
             if case == "rewritten":
                 table.remove(table.indices()[:4])
-            table.add(rows(6, 30))
+            table.add(rows(6, 30, ragged=ragged))
         after = contents(table)
         assert before != after
         deaths, seen, died = 0, set(), True

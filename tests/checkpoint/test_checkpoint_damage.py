@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from cases import mostly_long
 from checkpoint_common import (
     contents,
     everything,
@@ -35,7 +36,7 @@ from table_common import COLUMNS, fresh_name, rows
 
 import gear_loader as gear
 from gear_loader.checkpoint import files as files_module
-from gear_loader.checkpoint import json_file, saving
+from gear_loader.checkpoint import json_file, reading, saving
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.trajectory_records import RECORD
 from gear_loader.errors import CheckpointError, RegionError
@@ -48,19 +49,25 @@ STEP = "segments/000001/step.npy"
 
 
 @pytest.fixture
-def table() -> Iterator[gear.Table]:
+def ragged() -> bool:
+    """Whether the table has ragged columns."""
+    return False
+
+
+@pytest.fixture
+def table(ragged: bool) -> Iterator[gear.Table]:
     limiter = gear.SampleToInsertRatio(2.0, min_size=3, error_buffer=1000)
-    with make(rate_limiter=limiter, max_times_sampled=5, max_age=1e6) as table:
+    with make(rate_limiter=limiter, max_times_sampled=5, max_age=1e6, ragged=ragged) as table:
         for number in range(6):
-            table.add(rows(number, 10 + number), priority=float(number))
+            table.add(rows(number, 10 + number, ragged=ragged), priority=float(number))
         yield table
 
 
 @pytest.fixture
-def path(tmp_path: Path, table: gear.Table) -> Path:
+def path(tmp_path: Path, table: gear.Table, ragged: bool) -> Path:
     """A checkpoint of `table` in two segments."""
     table.save(tmp_path / "ck")
-    table.add(rows(6, 30))
+    table.add(rows(6, 30, ragged=ragged))
     table.save(tmp_path / "ck")
     return tmp_path / "ck"
 
@@ -92,6 +99,7 @@ def valid_bytes(path: Path, name: str) -> int:
     return int(fields["index"]["bytes"]) if name == INDEX else (path / name).stat().st_size
 
 
+@pytest.mark.parametrize("ragged", mostly_long([False, True], True))
 def test_flipped_bits_other_sizes_and_other_kinds_of_any_file(path: Path) -> None:
     generator = np.random.default_rng(0)
     for name in files(path):
@@ -138,6 +146,23 @@ def test_a_file_that_shrinks_while_it_is_read(path: Path, monkeypatch: MonkeyPat
 
     monkeypatch.setattr(os, "preadv", shrinking)
     assert f"{file} was cut to 4,100 bytes while it was read. {REMEDY}" in refused(path)
+
+
+def test_records_that_say_something_else(tmp_path: Path) -> None:
+    """With the right checksums."""
+    with make(ragged=True) as table:
+        table.extend([rows(number, 20, ragged=True) for number in range(3)])
+        table.save(tmp_path)
+    file = tmp_path / "segments" / "000001" / "words.npy"
+    records = np.load(file)
+    for place, record in ((3, (0, 1)), (3, (-1, 1)), (59, (0, 2**62)), (0, (0, -1)), (59, (2**62, 1))):
+        with pytest.MonkeyPatch.context() as patch:
+            changed = records.copy()
+            changed[place] = record
+            file.write_bytes(file.read_bytes()[:4096] + changed.tobytes())
+            patch.setattr(reading.ColumnFile, "compare", lambda *given: None)
+            message = refused(tmp_path)
+        assert f"{file} is damaged: its records do not name " in message, record
 
 
 def test_swapped_columns_and_another_header(path: Path) -> None:

@@ -236,20 +236,22 @@ def test_what_changes_while_a_write_compares_slots_is_compared_again(
         assert loaded(tmp_path)["contents"] == contents(table)["contents"]
 
 
+@pytest.mark.parametrize(("ragged", "stage"), [(False, saving.STAGE_BYTES), (True, 1000), (True, 30_000)])
 def test_a_write_copies_what_others_evict_meanwhile_as_a_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch, ragged: bool, stage: int
 ) -> None:
     """Two threads replace all trajectories of a small table again and again, with no ticket to wait for."""
     monkeypatch.setattr(saving, "SURE_BYTES", 0)
+    monkeypatch.setattr(saving, "STAGE_BYTES", stage)
     stop = threading.Event()
 
     def add(first: int) -> None:
         number = first
         while not stop.is_set():
-            table.add(rows(number, 1 + number % 37))
+            table.add(rows(number, 1 + number % 37, ragged=ragged))
             number += 1
 
-    with make(on_full="evict_oldest", disk=disk(tmp_path)) as table:
+    with make(on_full="evict_oldest", disk=disk(tmp_path), ragged=ragged) as table:
         threads = [threading.Thread(target=add, args=(first,)) for first in (0, 10**6)]
         for thread in threads:
             thread.start()
@@ -266,9 +268,11 @@ def test_a_write_copies_what_others_evict_meanwhile_as_a_whole_or_not_at_all(
 # Adding does not wait --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 3000, 1 << 20])
+@pytest.mark.parametrize(
+    ("stage", "ragged"), [(0, False), (3000, False), (1 << 20, False), (0, True), (1 << 20, True)]
+)
 def test_a_full_table_turns_over_while_the_disk_stands_still(
-    tmp_path: Path, monkeypatch: MonkeyPatch, stage: int
+    tmp_path: Path, monkeypatch: MonkeyPatch, stage: int, ragged: bool
 ) -> None:
     """Most blocks are used again meanwhile; what comes back is whole, and no ticket is held."""
     monkeypatch.setattr(files_module, "PIECE_BYTES", 4096)
@@ -281,16 +285,16 @@ def test_a_full_table_turns_over_while_the_disk_stands_still(
         assert go.wait(PATIENCE)
         genuine(*args)
 
-    with make(on_full="evict_oldest", timeout=0.5, disk=disk(tmp_path)) as table:
-        table._engine.region.lock.timeout = 1.0
+    with make(on_full="evict_oldest", timeout=5.0, disk=disk(tmp_path), ragged=ragged) as table:
+        table._engine.region.lock.timeout = 5.0
         for number in range(20):
-            table.add(rows(number, 20))
+            table.add(rows(number, 20, ragged=ragged))
         monkeypatch.setattr(files_module, "_write_piece", write_piece)
         thread = threading.Thread(target=table.save, args=(tmp_path,))
         thread.start()
         assert standing.wait(PATIENCE)
         for number in range(20, 35):
-            table.add(rows(number, 20))
+            table.add(rows(number, 20, ragged=ragged))
         stats = table.stats().disk
         assert stats is not None
         assert stats.unwritten_trajectories == 20

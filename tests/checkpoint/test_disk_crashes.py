@@ -107,9 +107,12 @@ def test_files_that_are_cut_at_any_byte(tmp_path: Path, every: int, monkeypatch:
     assert found == {(True, True), (True, False), (False, True), (False, False)}
 
 
-@pytest.mark.parametrize(("names", "appended"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("names", "appended", "ragged"),
+    [(False, True, False), (True, True, True), (False, False, True)],
+)
 def test_a_power_cut_loses_what_was_not_synced(
-    tmp_path: Path, names: bool, appended: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, names: bool, appended: bool, ragged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After every call of the system: of all writes, only synced ones; of all names, only synced ones, or every one."""
     if not appended:
@@ -118,11 +121,11 @@ def test_a_power_cut_loses_what_was_not_synced(
     path.mkdir()
     cuts, states = PowerCuts(path, names=names), []
     with cuts.recording():
-        table = make(on_full="evict_oldest", disk=gear.Disk(path, sync_seconds=NEVER))
+        table = make(ragged=ragged, on_full="evict_oldest", disk=gear.Disk(path, sync_seconds=NEVER))
         states.append(contents(table))
         cuts.turn = 0
         for turn in range(1, 5):
-            table.extend([rows(10 * turn + i, 5 + turn) for i in range(3)])
+            table.extend([rows(10 * turn + i, 5 + turn, ragged=ragged) for i in range(3)])
             table.remove(table.indices()[:2])
             states.append(contents(table))
             table.save(path)

@@ -101,7 +101,6 @@ def check_memory(name: str, pid: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["save", "behind", "tier"])
 def test_what_was_told_is_there_and_everything_is_whole(tmp_path: Path, kind: str) -> None:
     """The last complete write is there, or a later one; each process goes on with what its predecessor left."""
-    CONTEXT.set_forkserver_preload(["torch", "gear_loader", "gear_loader.checkpoint"])
     generator, path, inserted = random.Random(0), str(tmp_path / "table"), 0
     for turn in range(20 if kind == "save" else 10):
         name = fresh_name()

@@ -255,7 +255,7 @@ def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed' or 'jagged'"),
+        ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed', 'jagged' or 'tree'"),
         ({"windows": {"token": gear.Whole(), "wide": gear.Window(3)}}, "of a packed batch differ"),
         ({"windows": {"position": gear.Whole(column="token")}}, "name 'position', which is a key of packed"),
         ({"windows": {"prompt": gear.Whole(), "token": gear.Whole()}}, "has one value per trajectory"),

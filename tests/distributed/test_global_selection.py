@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dataset_common import iterating
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
 from options_common import nested
 
@@ -285,8 +286,8 @@ def test_bad_input_is_refused_before_anything_changes() -> None:
     with pytest.raises(gear.errors.SchemaError, match="expected 'global' or 'local'"):
         dataset(shards, "uniform", scope="all")
     loader = torch.utils.data.DataLoader(dataset(shards, "uniform"), batch_size=None, num_workers=1)
-    with pytest.raises(gear.errors.SchemaError, match="is not a rank"):
-        list(loader)
+    with iterating(loader) as batches, pytest.raises(gear.errors.SchemaError, match="is not a rank"):
+        next(batches)
     limited = filled(None, 0, [1], rate_limiter=gear.MinSize(1))
     with pytest.raises(gear.errors.SchemaError, match="has a rate limiter or max_times_sampled"):
         Shards(limited)

@@ -24,7 +24,7 @@ def test_cached_code_depends_on_all_files_that_it_comes_from() -> None:
     """Entry points link loops of `copying`: code of another version of these would write to other places."""
     operations = {path.name for path in Path(entry_points.__file__).parent.glob("*.py")} - {"__init__.py"}
     assert files_of(entry_points._store) == {*operations, "copying.py", "memory.py"}
-    assert files_of(gathering.gather) == {"gathering.py", "memory.py", "returns.py", "spans.py"}
+    assert files_of(gathering.gather) == {"gathering.py", "memory.py", "returns.py", "singles.py", "spans.py"}
     for loop in compiling.loops:
         assert len(loop._cache._cache_file._source_stamp) == 32 * len(files_of(loop)), loop
 

@@ -131,7 +131,6 @@ def check_batch(kind: str, batch: Any) -> None:
      ("steps", "both")],
 )  # fmt: skip
 def test_the_next_process_goes_on(tmp_path: Path, kind: str, where: str) -> None:
-    CONTEXT.set_forkserver_preload(["torch", "gear_loader"])
     place: dict[str, Any] = {}
     if where != "disk":
         place |= {"name": fresh_name(), "if_exists": "attach"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import signal
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from streams import instead
 
 import gear_loader as gear
@@ -147,7 +149,7 @@ def equal(found: Any, expected: Any) -> None:
             assert torch.equal(found[name].cpu(), value), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "uniform", "annealed", "steps by priority", "packed"))
 def test_batches_and_their_replays_are_those_of_the_cpu(place: Place, kind: str) -> None:
     """Two epochs, with new priorities; the first batches of a set of buffers are recorded, the others replayed."""
     with made_table() as table:
@@ -165,7 +167,7 @@ def test_batches_and_their_replays_are_those_of_the_cpu(place: Place, kind: str)
         del batch, found
 
 
-@pytest.mark.parametrize("kind", ["uniform", "annealed", "packed"])
+@pytest.mark.parametrize("kind", mostly_long(["uniform", "annealed", "packed"], "annealed", "packed"))
 def test_batches_that_are_held_long_stay_as_they_are(place: Place, kind: str) -> None:
     """While twice as many trajectories are added as the table holds."""
     with made_table() as table:
@@ -190,8 +192,14 @@ def captured(stream: Any, value: torch.Tensor) -> Any:
     return graph
 
 
-@pytest.mark.parametrize("kind", ["uniform", "annealed", "packed"])
-@pytest.mark.parametrize("where", ["this thread", "another thread"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    mostly_long(
+        itertools.product(["uniform", "annealed", "packed"], ["this thread", "another thread"]),
+        ("annealed", "another thread"),
+        ("packed", "this thread"),
+    ),
+)
 def test_captures_of_the_user_and_batches_do_not_disturb_each_other(
     place: Place, kind: str, where: str
 ) -> None:
@@ -252,7 +260,9 @@ def test_a_call_from_a_stream_that_captures_is_refused(place: Place, kind: str) 
             check(data.sample())
 
 
-@pytest.mark.parametrize("kind", ["uniform", "annealed", "distinct", "packed"])
+@pytest.mark.parametrize(
+    "kind", mostly_long(["uniform", "annealed", "distinct", "packed"], "distinct", "packed")
+)
 def test_a_writer_that_evicts_beside_batches(place: Place, kind: str) -> None:
     """For seconds: no row is torn, or of a trajectory that came later."""
     with made_table() as table:

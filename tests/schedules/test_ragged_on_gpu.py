@@ -14,6 +14,7 @@ from streams.machine import Policy
 
 import gear_loader as gear
 
+pytest.importorskip("zstandard", reason="needs zstandard: pip install '.[codecs]'")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 DEVICE = torch.device("cuda", 1)
 PACKED = {"windows": gear.Whole(), "layout": "packed"}
@@ -26,13 +27,19 @@ def filled() -> gear.Table:
         "x": gear.Column(torch.int32, (None, 2)),
         "text": gear.Column(str),
         "y": gear.Column(torch.float32),
+        "coded": gear.Column(torch.float32, (3,), codec="zstd"),
     }
     sizes = {"max_steps": 200, "max_trajectories": 20, "block_steps": 4}
     table = gear.Table.create(columns, memory=gear.Memory(payload="64KiB"), **sizes)
     for length in range(1, 12):
         values = [random.integers(0, 9, (n, 2), dtype=np.int32) for n in random.integers(0, 20, length)]
         table.add(
-            {"x": values, "text": ["z" * len(each) for each in values], "y": np.zeros(length, np.float32)}
+            {
+                "x": values,
+                "text": ["z" * len(each) for each in values],
+                "y": np.zeros(length, np.float32),
+                "coded": random.random((length, 3), dtype=np.float32),
+            }
         )
     return table
 
@@ -71,4 +78,5 @@ def test_batches_are_those_of_the_cpu(options: dict[str, Any], policy: Policy, c
         for part in ("values", "offsets"):
             mine = getattr(one["x"], part)
             torch.testing.assert_close(mine, getattr(other["x"], part), rtol=0, atol=0)
-        torch.testing.assert_close(one["index"], other["index"])
+        for name in ("index", "coded"):
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from dataset_common import on_host
 from streams.cuda import Cuda
 from streams.machine import Policy
@@ -18,6 +19,7 @@ from gear_loader import transforms
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 DEVICE = torch.device("cuda", 1)
+PRIORITY = gear.Prioritized(unit="step")
 
 
 def reward(achieved: Any, desired: Any, info: Any) -> Any:
@@ -78,8 +80,11 @@ def test_batches_are_those_of_the_cpu(policy: Policy, n_step: int) -> None:
 
 @pytest.mark.parametrize(
     ("sampler", "n_step", "tensors"),
-    [(None, 1, False), (None, 1, True), (None, 3, True), (gear.Prioritized(unit="step"), 3, False)],
-    ids=["host", "tensors", "n-step", "priority"],
+    mostly_long(
+        [(None, 1, False), (None, 1, True), (None, 3, True), (PRIORITY, 3, False)],
+        *((None, 1, False), (None, 3, True), (PRIORITY, 3, False)),
+        ids=["host", "tensors", "n-step", "priority"],
+    ),
 )
 def test_hindsight_does_not_wait_for_the_consumer(sampler: Any, n_step: int, tensors: bool) -> None:
     """Nor for the GPU at all, unless that has drawn the rows: then for their gather."""

@@ -17,6 +17,7 @@ from dataset_common import (
     append_all,
     copies,
     episode,
+    iterating,
     make_table,
     named_table,
     nothing_left,
@@ -406,8 +407,9 @@ def test_a_table_of_zeros(table: gear.Table, sampler: gear.Sampler, prefetch: in
 def test_real_workers_cannot_draw_by_priority_and_can_by_age() -> None:
     with named_table("test-prioritized-workers") as table:
         loader = DataLoader(dataset(table, gear.Prioritized()), batch_size=None, num_workers=1)
-        with pytest.raises(SchemaError, match=r"A DataLoader worker cannot draw for Prioritized\("):
-            next(iter(loader))
+        message = r"A DataLoader worker cannot draw for Prioritized\("
+        with iterating(loader) as batches, pytest.raises(SchemaError, match=message):
+            next(batches)
         data, twin = (dataset(table, gear.Fifo(), batches_per_epoch=3) for _ in range(2))
         same_batches(copies(twin), copies(DataLoader(data, batch_size=None, num_workers=2)))
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dataset_common import nothing_left
+from dataset_common import iterating, nothing_left
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from options_common import nested, nested_table
@@ -370,8 +370,10 @@ def test_workers_and_a_rate_limiter() -> None:
         try:
             data = dataset(table, max_steps=7, sampler=gear.Fifo(False))
             assert numbers(data) == [[0, 1], [2]]
-            with pytest.raises(SchemaError, match="2 DataLoader workers and a table with a rate limiter"):
-                list(DataLoader(data, batch_size=None, num_workers=2))
+            message = "2 DataLoader workers and a table with a rate limiter"
+            loader: Any = DataLoader(data, batch_size=None, num_workers=2)
+            with iterating(loader) as batches, pytest.raises(SchemaError, match=message):
+                list(batches)
         finally:
             table.unlink()
 

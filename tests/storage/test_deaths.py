@@ -18,11 +18,13 @@ from table_common import Died, bury, mortal
 import gear_loader as gear
 from gear_loader.errors import GearError
 from gear_loader.storage.counters import HALF, HEAD, NUM_REMOVED
+from gear_loader.storage.incoming import listed
 from gear_loader.storage.index import Index
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.growth import finish
 from gear_loader.storage.operations.room import lowest
 from gear_loader.storage.operations.view import DONE
+from gear_loader.storage.prefix_input import located_after
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.states import FREE, READY, WRITING
 
@@ -169,6 +171,21 @@ def _adds(*lengths: int, policy: int = 0) -> Act:
     return act
 
 
+def _after(parent: int, steps: int, length: int, policy: int = 0) -> Act:
+    """`Table.add` of steps from 5000 on, after the first steps of a trajectory in the table."""
+
+    def act(table: gear.Table, index: Index) -> None:
+        values = np.arange(length) + 5000
+        given = listed(table.schema, [{"x": values}])
+        prefixes = located_after(table._engine, given, parent, steps, None)
+        lengths = np.array([steps + length])
+        slots, ids = index.begin(lengths, evict=policy, prefixes=prefixes)
+        table._engine._write(ids, prefixes.rows)
+        index.commit(slots, np.ones(1, dtype=np.float32))
+
+    return act
+
+
 def _abort(table: gear.Table, index: Index) -> None:
     slots, _ = index.begin(np.array([5, 2]), evict=False)
     index.abort(np.array(slots))
@@ -280,6 +297,28 @@ SCENES: dict[str, Scene] = {
         _adds(3, 2), retired, (span(5000, 3), span(5100, 2)), at_once=True, reader=False
     ),
     "dead writers are taken back": Scene(_adds(15), dead_writers, (span(5000, 15),)),
+    "begin after another": Scene(
+        _after(1, 5, 4), some, ([*span(200, 5), *span(5000, 4)],), options={"prefixes": True}
+    ),
+    "begin after another, evict the oldest": Scene(
+        _after(0, 4, 6, policy=1),
+        full,
+        ([*span(100, 4), *span(5000, 6)],),
+        (200, 300, 400),
+        reader=False,
+        options={"prefixes": True},
+    ),
+    "begin after another, evict the lowest": Scene(
+        _after(3, 8, 2, policy=2),
+        full,
+        ([*span(400, 8), *span(5000, 2)],),
+        (100, 200, 300),
+        reader=False,
+        options={"prefixes": True},
+    ),
+    "begin after another and move": Scene(
+        _after(1, 7, 1), worn(2), ([*span(200, 7), 5000],), options={"prefixes": True}
+    ),
     "remove one": Scene(lambda table, index: index.remove(np.array([1])), full, may_lose=(200,)),
     "remove three": Scene(
         lambda table, index: index.remove(np.array([4, 0, 2])), full, may_lose=_ALL[::2], in_order=False
@@ -363,8 +402,8 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         same_snapshot(table)
         scene.check(table)
         after = everything(table)
-        new = [values for values in after if values[0] >= 5000]
-        kept = [values for values in after if values[0] < 5000]
+        new = [values for values in after if values[-1] >= 5000]
+        kept = [values for values in after if values[-1] < 5000]
         assert kept == [values for values in before if values in kept], "the order changed"
         assert after[len(kept) :] == new
         if scene.at_once:
@@ -411,7 +450,7 @@ def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between stores", "inside stores"])
 @pytest.mark.parametrize("scene", SCENES)
-@points(11)
+@points(17)
 def test_death_at_every_point(scene: str, torn: bool, every: int) -> None:
     for stores in itertools.count(len(scene) % every, every * (2 if torn else 1)):
         if not survive(SCENES[scene], stores, torn=torn):

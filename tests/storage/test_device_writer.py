@@ -5,10 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 from typing import Any
 
 import numpy as np
@@ -190,30 +187,29 @@ def test_blocks_come_back_of_what_is_not_committed() -> None:
         assert len(table) == 3
 
 
+def append_for_long(pipe: Any, episodes: bool) -> None:
+    with gear.Table.attach("device-killed") as table:
+        writer = table.writers(3, device="cpu", **({} if episodes else {"chunk_steps": 4}))
+        for step in range(10**6):
+            options = {"done": torch.full((3,), step % 4 == 3)} if episodes else {}
+            writer.append({name: each[:, 0] for name, each in rows(3, 1, step % 100).items()}, **options)
+            if step == 20:
+                pipe.send("going")
+
+
 @pytest.mark.parametrize("episodes", [False, True])
 def test_a_killed_process_leaves_whole_trajectories(episodes: bool) -> None:
-    program = """
-import os, sys, time, torch, gear_loader as gear
-from test_device_writer import rows
-with gear.Table.attach("device-killed") as table:
-    writer = table.writers(3, device="cpu", **(dict() if EPISODES else dict(chunk_steps=4)))
-    for step in range(10**6):
-        done = torch.full((3,), step % 4 == 3)
-        options = {"done": done} if EPISODES else {}
-        writer.append({name: each[:, 0] for name, each in rows(3, 1, step % 100).items()}, **options)
-        if step == 20:
-            print("going", flush=True)
-""".replace("EPISODES", str(episodes))
     table, _ = made(name="device-killed", on_full="evict_oldest")
-    paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths}
     with table:
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"going\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        context = multiprocessing.get_context("forkserver")
+        pipe, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=append_for_long, args=(theirs, episodes))
+        process.start()
+        theirs.close()
+        assert pipe.recv() == "going"
+        process.kill()
+        process.join()
+        pipe.close()
         table.check_valid()
         for index in table.indices().tolist():
             number = table[index]["number"]

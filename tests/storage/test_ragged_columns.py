@@ -7,8 +7,10 @@ import itertools
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -299,11 +301,12 @@ def act(seed: int, on_full: Any, payload: int, count: int) -> None:
     random, known = np.random.default_rng(seed), dict[int, Any]()
     windows = {"tokens": gear.Window(3, -1), "now": gear.Window(2, 0, pad="edge", column="image")}
     windows |= {"text": gear.Window(2), "half": gear.Window(1)}
-    with table_of(payload, on_full=on_full) as table:
+    with contextlib.ExitStack() as stack:
+        table = stack.enter_context(table_of(payload, on_full=on_full))
         once = {"goal": None, "scores": None}
         dataset = gear.ReplayDataset(table, batch_size=5, device="cpu", windows={**windows, **once})
         packed = gear.ReplayDataset(table, batch_size=3, device="cpu", windows=gear.Whole(), layout="packed")
-        tickets = []
+        tickets, path = [], Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for _ in range(count):
             what = random.random()
             if what < 0.15 and known:
@@ -312,6 +315,13 @@ def act(seed: int, on_full: Any, payload: int, count: int) -> None:
                 tickets.append(table._engine.reader().begin_read())
             elif what < 0.4 and tickets:
                 tickets.pop().end()
+            elif what < 0.45:
+                table.save(path)
+                sizes: dict[str, Any] = {"block_steps": int(random.integers(1, 9))} if what < 0.42 else {}
+                with gear.Table.load(path, **sizes) as copy:
+                    copy.check_valid()
+                    for old, new in zip(table.indices(), copy.indices(), strict=True):
+                        check_trajectory(copy[int(new)], known[int(old)])
             else:
                 new = [trajectory(random, int(n)) for n in random.integers(1, 9, random.integers(1, 3))]
                 try:
@@ -782,14 +792,20 @@ def test_what_does_not_go_with_them(tmp_path: Any) -> None:
         SchemaError, match=r"are ragged, and \['y'\] have final=True; expected a table with one of"
     ):
         gear.Schema({"x": ragged, "y": gear.Column(torch.float32, final=True)})
-    with pytest.raises(SchemaError, match="a table with disk takes columns of a fixed shape only"):
-        gear.Table.create({"x": ragged}, memory=gear.Memory(payload=1000), disk=gear.Disk(tmp_path), **sizes)
+    with pytest.raises(
+        SchemaError, match="a table whose disk has a size takes columns of a fixed shape only"
+    ):
+        gear.Table.create(
+            {"x": ragged},
+            memory=gear.Memory("1MiB", payload=1000),
+            disk=gear.Disk(tmp_path, size="1MiB"),
+            **sizes,
+        )
     assert not list(tmp_path.iterdir())
     with table_of() as table:
         calls: list[Any] = [
             lambda: table.writers(2, chunk_steps=4, overlap_steps=2),
             table.serve,
-            lambda: table.save(tmp_path),
         ]
         calls += [lambda: gear.distributed.Shards(table)]
         for call in calls:

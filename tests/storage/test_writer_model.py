@@ -80,13 +80,17 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         on_full=st.sampled_from(["error", "evict_oldest", "evict_lowest_priority", "wait"]),
         limit=st.sampled_from([None, None, 1, 3]),
         streams=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=3),
+        prefixes=st.booleans(),
     )
-    def create(self, sizes: Any, on_full: Any, limit: int | None, streams: list[tuple[int, int]]) -> None:
+    def create(
+        self, sizes: Any, on_full: Any, limit: int | None, streams: list[tuple[int, int]], prefixes: bool
+    ) -> None:
         names = ("block_steps", "max_blocks", "max_trajectories", "max_steps")
         options = dict(zip(names, sizes, strict=True))
         block_steps = options["block_steps"]
         self.table = gear.Table.create(
-            SCALAR, **nested_table({**options, "on_full": on_full, "max_times_sampled": limit})
+            SCALAR,
+            **nested_table({**options, "on_full": on_full, "max_times_sampled": limit, "prefixes": prefixes}),
         )
         self.table._engine.index.admission.timeout = self.table._engine.region.lock.timeout = 0
         watch_moves(self.table)
@@ -123,8 +127,9 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         found: list[int] = slots[np.argsort(index.arrays.sequence[slots])].tolist()
         return found
 
-    def settle(self, added: list[Entry], *, may_evict: bool = True) -> None:
-        """Take over what is there: `added` came, and what is gone is what the policy gives up first."""
+    def settle(self, added: list[Entry], *, may_evict: bool = True, spared: int | None = None) -> None:
+        """Take over what is there: `added` came, and what is gone is what the policy gives up first, but not the slot
+        `spared`."""
         before = list(self.live.items())
         # A slot may have been evicted and given out again: by contents, which no two have in common.
         known = {(slot, *entry.values): entry for slot, entry in before}
@@ -141,7 +146,10 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             assert may_evict
             assert self.on_full.startswith("evict")
         if self.on_full == "evict_oldest":
-            assert gone == [entry for _, entry in before[: len(gone)]]
+            order = [entry for slot, entry in before if slot != spared]
+            assert gone == order[: len(gone)]
+        elif spared is not None:
+            assert self.live[spared] not in gone
         elif gone and left:
             assert self.rank(gone)[-1] <= self.rank(left)[0]
         self.live = {slot: entry for slot, entry in before if id(entry) in kept}
@@ -251,6 +259,20 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             self.settle([])
             return
         self.settle([Entry(values, UNSET if priority is None else priority)])
+
+    @stateful.precondition(lambda self: self.live and self.table._engine.region.layout.prefixes)
+    @stateful.rule(data=st.data(), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    def extend_after(self, data: Any, lengths: list[int]) -> None:
+        """Trajectories that begin with steps of one that is there."""
+        slot, entry = data.draw(st.sampled_from(list(self.live.items())))
+        steps = data.draw(st.integers(1, len(entry.values)))
+        each = [[next(self.numbers) for _ in range(length)] for length in lengths]
+        try:
+            self.table.extend([{"x": np.array(values)} for values in each], prefix=slot, prefix_steps=steps)
+        except GearError:
+            self.settle([], spared=slot)
+            return
+        self.settle([Entry(entry.values[:steps] + values, UNSET) for values in each], spared=slot)
 
     @stateful.rule(lengths=st.lists(st.integers(1, 9), max_size=4), stacked=st.booleans())
     def extend(self, lengths: list[int], stacked: bool) -> None:

@@ -209,8 +209,11 @@ def test_one_connection_does_not_take_the_turns_of_others(
     monkeypatch.setattr(Connection, "_store_ahead", noted)
     with server.proven() as busy, server.proven() as other:
         many = b"".join(stored(table, i, 1, i + 1) for i in range(300))
-        stop = threading.Event()
-        server.loop.soon(stop.wait, PATIENCE)  # both have sent all when the server reads
+        stands, stop = threading.Event(), threading.Event()
+        server.loop.soon(
+            lambda: (stands.set(), stop.wait(PATIENCE))
+        )  # both have sent all when the server reads
+        assert stands.wait(PATIENCE)
         busy.socket.sendall(many)
         other.socket.sendall(stored(table, 999, 1))
         time.sleep(0.1)

@@ -236,7 +236,7 @@ def test_calls_take_the_arguments_of_a_table(name: str) -> None:
 
 
 def test_bad_input_is_an_error_of_a_table_and_stores_nothing() -> None:
-    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table, timeout=2.0) as remote:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table, timeout=20.0) as remote:
         with pytest.raises(SchemaError, match="trajectory 1 has the columns"):
             remote.extend([{"number": torch.ones(2, dtype=torch.int64)}, {"other": torch.ones(2)}])
         with pytest.raises(SchemaError, match="without lengths"):

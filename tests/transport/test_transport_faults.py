@@ -368,7 +368,7 @@ def test_a_server_started_by_hand_ends_at_once_with_a_store_that_waits(tmp_path:
             future = peer.store(str(full.name), full.schema, [Rows.of(full.schema, rows(1, 5), "one")], *one)
             check_fetch(peer, full, spec_of(full), [0], [1])
             server.send_signal(signal.SIGTERM)
-            assert server.wait(5) == 0  # the store would wait for longer
+            assert server.wait(PATIENCE / 2) == 0  # the store would wait for longer
             assert f"gear-loader serve: serving {full.name} at" in server.stderr.read().decode()
         with pytest.raises(
             TransportError, match=r"1 trajectories .* to be stored .* and then the connection was lost"

@@ -12,10 +12,11 @@ from gear_loader.utils.background import background_thread
 
 BEGIN = """
 import atexit, threading, time
-import torch.distributed as dist
 from gear_loader.utils import background
 """
 IN_CPP = """
+import torch.distributed as dist
+
 class Writer:
     def __init__(self):
         self.store, self.over = dist.TCPStore("127.0.0.1", 0, 1, True), False

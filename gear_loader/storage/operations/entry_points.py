@@ -33,6 +33,7 @@ from gear_loader.storage.operations.lifecycle import (
     reclaim,
     remove,
 )
+from gear_loader.storage.operations.prefix_blocks import begin_after
 from gear_loader.storage.operations.reading import (
     begin_read,
     begin_unchanged,
@@ -62,7 +63,7 @@ _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, outdate, begin),
     *(reserve_lanes, end_lanes, grow_lanes, abort_lanes, append_lanes),
     *(spill, take_back, give_place, begin_stored, evict),
-    *(take_payload, trim_payload),
+    *(take_payload, trim_payload, begin_after),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
 _PARTS = (lengthen, publish_steps)
@@ -275,6 +276,15 @@ def _take_payload(p, heap, slots, generations, runs, sizes, offsets, spots, ahea
 @compiled
 def _trim_payload(p, heap, spots, chosen):  # type: ignore[no-untyped-def]
     trim_payload(view_at(p), heap, spots, chosen)
+
+
+@compiled
+def _begin_after(  # type: ignore[no-untyped-def]
+    p, lengths, finals, parents, generations, shared, copied, evict, pid, process_start, slots, ids
+):
+    v = view_at(p)
+    given = lengths, finals, parents, generations, shared, copied
+    return begin_after(v, *given, evict, pid, process_start, slots, ids)
 
 
 @compiled

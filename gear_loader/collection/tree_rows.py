@@ -1,0 +1,71 @@
+"""Rows of ``layout="tree"``: steps that several rows begin with are a segment of their own, once in a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from gear_loader.storage.prefixes import prefixes_of
+from gear_loader.storage.selected_rows import SelectedRows
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+
+TREE_KEYS = ("parent", "prefix_steps")
+"""Keys of such batches by row."""
+
+
+@dataclasses.dataclass(slots=True)
+class TreeRows(SelectedRows):
+    """The n rows of a batch without the steps that they share, then the shared segments, as rows.
+
+    Attributes:
+        parents, prefix_steps: int64 [n and segments], what `TREE_KEYS` are.
+    """
+
+    parents: Array | None = None
+    prefix_steps: Array | None = None
+
+    @property
+    def names(self) -> tuple[Array, ...]:  # type: ignore[override]
+        """What identifies the rows, and what they begin with."""
+        assert self.parents is not None
+        assert self.prefix_steps is not None
+        return self.slots, self.anchors, self.generations, self.parents, self.prefix_steps
+
+
+def tree_rows(table: Table, rows: SelectedRows) -> TreeRows:
+    """Split rows, which are measured, under their read ticket."""
+    assert rows.spans is not None
+    arrays, (first, count) = table._engine.index.arrays, rows.spans
+    roots, steps = prefixes_of(arrays, rows.slots)
+    # A trajectory that others begin with has their first steps: as many as the one with the most.
+    known, place = np.unique(roots, return_inverse=True)
+    longest = np.zeros(len(known), dtype=np.int64)
+    np.maximum.at(longest, place, steps)
+    own = arrays.sequence[rows.slots]
+    at = np.minimum(np.searchsorted(known, own), len(known) - 1)
+    is_root = (roots < 0) & (known[at] == own)
+    roots, steps = np.where(is_root, own, roots), np.where(is_root, longest[at], steps)
+    cut = np.clip(np.minimum(steps, first + count) - first, 0, count)
+    keys = np.stack((roots, steps, first, cut))
+    _, begins, place, times = np.unique(
+        keys, axis=1, return_index=True, return_inverse=True, return_counts=True
+    )
+    place = place.reshape(-1)
+    shared = (times > 1) & (cut[begins] > 0)
+    number = np.where(shared, len(rows) + np.cumsum(shared) - 1, -1)
+    parents, begins = number[place], begins[shared]
+    lengths = np.where(parents >= 0, cut, 0)
+    which = np.concatenate((np.arange(len(rows)), begins))
+    ends: Array = rows.spans[:, which]
+    ends[0, : len(rows)] += lengths
+    ends[1, : len(rows)] -= lengths
+    ends[1, len(rows) :] = lengths[begins]
+
+    def taken(part: Array | None) -> Array | None:
+        return None if part is None else part.take(which, -1)
+
+    names = rows.slots[which], rows.anchors[which], rows.generations[which]
+    more = taken(rows.weights), taken(rows.counts), taken(rows.numbers)
+    return TreeRows(*names, *more, ends, parents[which], lengths[which])

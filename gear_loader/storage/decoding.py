@@ -1,0 +1,301 @@
+"""Encoded values: checked and encoded when they are added, decoded into a batch, by as many threads as torch uses."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gear_loader.errors import CodecError, SchemaError
+from gear_loader.storage.codecs import CHANNELS, Coded
+from gear_loader.storage.coders import Coder, coder_of, video_of
+from gear_loader.storage.dtypes import NUMPY_DTYPES
+from gear_loader.storage.ragged import Ragged, arranged
+from gear_loader.utils.arrays import Array, shown, unreadable
+from gear_loader.utils.lazy_torch import is_tensor, torch
+
+_MOST_THREADS = 8
+
+
+@functools.cache
+def _pool(pid: int, members: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(members, thread_name_prefix="gear-loader-codec")
+
+
+def _threads() -> int:
+    """As many as torch uses; in a process that has not loaded it, as many as it may run on processors."""
+    if "torch" in sys.modules:
+        return min(torch.get_num_threads(), _MOST_THREADS)
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(processors or 1, _MOST_THREADS)
+
+
+def for_each(count: int, work: Callable[[int], None]) -> None:
+    """Call ``work(i)`` for each i below `count`, in the calling thread and others; raise what the lowest i raised."""
+    numbers, failed = itertools.count(), list[tuple[int, Exception]]()
+
+    def run() -> None:
+        while (i := next(numbers)) < count and not failed:
+            try:
+                work(i)
+            except Exception as error:
+                failed.append((i, error))
+
+    members = min(_threads(), count) - 1
+    helping: list[Future[None]] = []
+    try:
+        if members > 0:
+            pool = _pool(os.getpid(), _threads() - 1)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: the caller does all
+                helping += [pool.submit(run) for _ in range(members)]
+        run()
+        for each in helping:
+            if not each.cancel():
+                each.result()
+    except BaseException:  # interrupted: what others have begun reads and writes the caller's memory
+        numbers = itertools.count(count)
+        while not all(each.cancel() or each.done() for each in helping):
+            with contextlib.suppress(BaseException):
+                wait(helping)
+        raise
+    if failed:
+        raise min(failed, key=lambda each: each[0])[1]
+
+
+# ---------------------------------------------------------------- adding
+
+
+def encoded(coded: Coded, given: Any, what: str, *, once: bool, whole: bool) -> list[bytes]:
+    """Encode values; check those that are encoded already.
+
+    Args:
+        given: a list of arrays, tensors or bytes, or an array or a tensor of all; with `once` the one value. what: its
+            name in errors. whole: whether they are the steps of one trajectory; else each frame of a video is a key
+            frame.
+
+    Raises:
+        SchemaError: a value does not fit. ImportError: the codec's package is not installed.
+    """
+    dtype, video = NUMPY_DTYPES.get(coded.dtype_name), coded.codec.name == "video"
+    coder: Any = (video_of if video else coder_of)(coded)
+    if isinstance(given, Ragged):
+        given = given.tolist()
+    if not once and (isinstance(given, np.ndarray) or (is_tensor(given) and unreadable(given) is None)):
+        given = list(given.detach().cpu() if is_tensor(given) else given) if given.ndim else given
+    if not once and not isinstance(given, (list, tuple)):
+        raise SchemaError(
+            f"{what} is {shown(given)}; expected a list with an array {list(coded.shape)} of torch.{coded.dtype_name}, "
+            f"or {coded.codec.name} as bytes, for each step; or an array of all."
+        )
+    values = [given] if once else given
+    found = [b""] * len(values)
+    if video:
+        most = (coded.codec.key_frames or 10) if whole else 1
+        groups = [range(first, min(first + most, len(values))) for first in range(0, len(values), most)]
+
+        def encode(group: int) -> None:
+            frames = [_array(coded, dtype, values[i], f"{what}, step {i},") for i in groups[group]]
+            found[groups[group].start : groups[group].stop] = coder.encode(frames)
+
+        for_each(len(groups), encode)
+        return found
+
+    def work(i: int) -> None:
+        value, name = values[i], what if once else f"{what}, step {i},"
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            found[i] = bytes(value)
+            _check(coded, coder, found[i], name)
+        else:
+            found[i] = coder.encode(_array(coded, dtype, value, name))
+
+    for_each(len(values), work)
+    return found
+
+
+def _array(coded: Coded, dtype: Any, value: Any, what: str) -> Array:
+    """The value as a contiguous array; of bfloat16 as uint8."""
+    value = np.asarray(value) if isinstance(value, np.generic) else value
+    tensor = is_tensor(value)
+    wrong = unreadable(value) if tensor else None if isinstance(value, np.ndarray) else type(value).__name__
+    if wrong is None and value.dtype != (coded.dtype if tensor else dtype):
+        wrong = f"{value.dtype} {list(value.shape)}"
+    if wrong is None:
+        try:
+            coded.check_shape(tuple(value.shape))
+        except ValueError as error:
+            wrong = f"an array of {error}"
+    if wrong is not None:
+        raise SchemaError(
+            f"{what} is {wrong}; expected an array or a tensor of torch.{coded.dtype_name} and shape "
+            f"{list(coded.shape)}{'' if coded.codec.name == 'video' else f', or {coded.codec.name} as bytes'}."
+        )
+    if tensor:
+        tensor = value.detach().resolve_neg().cpu().contiguous()
+        value = (tensor if dtype is not None else tensor.reshape(-1).view(torch.uint8)).numpy()
+    return np.ascontiguousarray(value)
+
+
+def _check(coded: Coded, coder: Coder, blob: bytes, what: str) -> None:
+    try:
+        shape = coder.shape(memoryview(blob))
+        coded.check_shape(shape)
+        if coded.codec.verify:
+            coder.decode(memoryview(blob), np.empty(shape, NUMPY_DTYPES.get(coded.dtype_name, np.int16)))
+    except Exception as error:
+        raise SchemaError(
+            f"{what} is {len(blob):,} bytes that are no {coded.codec.name} of torch.{coded.dtype_name} "
+            f"{list(coded.shape)}: {error}."
+        ) from error
+
+
+# ---------------------------------------------------------------- reading
+
+
+def decoded(
+    coded: Coded,
+    blobs: Sequence[memoryview | None],
+    shape: tuple[int, ...],
+    *,
+    name: Callable[[int], str],
+    pinned: bool = False,
+) -> Any:
+    """Decode values.
+
+    Args:
+        blobs: of n values; None where there is none. The same object again is decoded once.
+        shape: how they are arranged. name: of value i, in errors. pinned: into pinned memory.
+
+    Returns:
+        A tensor ``[*shape, *coded.shape]``, zeros where there is no value. Where extents vary, a `Ragged` of what was
+        compressed; of images a list of tensors, in lists as deep as `shape` has dimensions, empty ones where there is
+        no value.
+
+    Raises:
+        CodecError: a value is damaged.
+    """
+    coder, places = coder_of(coded), dict[int, int]()
+    first = [places.setdefault(id(blob), i) for i, blob in enumerate(blobs)]
+
+    def guarded(i: int, work: Callable[[memoryview], Any]) -> Any:
+        blob = blobs[i]
+        assert blob is not None
+        try:
+            return work(blob)
+        except Exception as error:
+            raise damaged(coded, name(i), error) from error
+
+    def measure(blob: memoryview) -> tuple[int, ...]:
+        found = coder.shape(blob)
+        coded.check_shape(found)
+        return found
+
+    none = tuple(extent or 0 for extent in coded.shape)
+    shapes = (
+        None
+        if coded.fixed
+        else [none if blob is None else guarded(i, measure) for i, blob in enumerate(blobs)]
+    )
+    result, outs = _room(coded, len(blobs), shapes, shape, pinned)
+
+    def work(i: int) -> None:
+        def decode(blob: memoryview) -> None:
+            if shapes is None:
+                measure(blob)
+            coder.decode(blob, outs[i])
+
+        if blobs[i] is None:
+            outs[i][...] = 0
+        elif first[i] == i:
+            guarded(i, decode)
+
+    for_each(len(blobs), work)
+    for i, other in enumerate(first):
+        if i != other:
+            outs[i][...] = outs[other]
+    return result
+
+
+def damaged(coded: Coded, name: str, error: Exception) -> CodecError:
+    """The error of a value that cannot be decoded."""
+    return CodecError(
+        f"{name} is damaged, and cannot be decoded as {coded.codec.name}: {error}. Remove its trajectory; "
+        "Codec(verify=True) decodes what is added encoded."
+    )
+
+
+class Group(NamedTuple):
+    """Frames of a video that are decoded in one pass.
+
+    Attributes:
+        blobs: the values from the key frame on. places: number of a frame -> its places in the result.
+    """
+
+    blobs: Sequence[memoryview]
+    places: Mapping[int, Sequence[int]]
+
+
+def decoded_frames(
+    coded: Coded,
+    groups: Sequence[Group],
+    known: Mapping[int, Any],
+    count: int,
+    shape: tuple[int, ...],
+    *,
+    name: Callable[[int], str],
+    pinned: bool = False,
+) -> tuple[torch.Tensor, Array]:
+    """As `decoded`, of `count` frames of videos, of which some are known by their place; also as an array of frames."""
+    video = video_of(coded)
+    result, outs = _room(coded, count, None, shape, pinned)
+    for place, frame in known.items():
+        outs[place] = frame
+
+    def work(number: int) -> None:
+        blobs, places = groups[number]
+        first = [outs[places[i][0]] if i in places else None for i in range(len(blobs))]
+        try:
+            video.decode(blobs, first)
+        except Exception as error:
+            raise damaged(coded, name(places[min(places)][0]), error) from error
+        for same in places.values():
+            for place in same[1:]:
+                outs[place] = outs[same[0]]
+
+    for_each(len(groups), work)
+    return result, outs
+
+
+def _room(
+    coded: Coded, count: int, shapes: list[tuple[int, ...]] | None, shape: tuple[int, ...], pinned: bool
+) -> tuple[Any, Any]:
+    """What `decoded` returns, and the memory of each value in it."""
+
+    def empty(*extents: int) -> torch.Tensor:
+        return torch.empty(extents, dtype=coded.dtype, device="cpu", pin_memory=pinned)
+
+    if shapes is None:
+        sizes = coded.row_shape
+        whole = empty(count, *sizes)
+        return whole.view(*shape, *sizes), _memory(whole.view(count, *(sizes or (1,))))
+    if coded.codec.name in CHANNELS:
+        images = [empty(*each) for each in shapes]
+        return arranged(images, shape), [_memory(image) for image in images]
+    offsets = torch.zeros(count + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+    bounds = offsets.numpy()
+    np.cumsum([each[0] for each in shapes], out=bounds[1:])
+    rows = empty(int(bounds[-1]), *coded.row_shape)
+    memory = _memory(rows)
+    return Ragged._of(rows, offsets, shape), [memory[i:j] for i, j in itertools.pairwise(bounds.tolist())]
+
+
+def _memory(tensor: torch.Tensor) -> Array:
+    """The memory of a tensor as an array; of bfloat16 as of int16."""
+    array: Array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array

@@ -1,0 +1,120 @@
+"""Video: the frames of a trajectory as H.264, a packet for each step, by PyAV.
+
+Every `Codec.key_frames` steps a frame stands for itself, and those between differ from the ones before them. None
+refers to a later one. So a frame is decoded from the packets of its group up to its own, and groups are independent.
+A value is a packet behind four bytes: "GV", and how many steps ago its group began, uint16.
+"""
+
+from __future__ import annotations
+
+import fractions
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from gear_loader.storage.codecs import Coded
+from gear_loader.utils.arrays import Array
+
+_HEADER, _MAGIC = struct.Struct("<2sH"), b"GV"
+
+
+class Video:
+    """Encodes and decodes groups of frames; several threads may do so at once.
+
+    Args:
+        package: PyAV. coded: values [h, w, 3].
+    """
+
+    def __init__(self, package: Any, coded: Coded) -> None:
+        self._package, self._codec = package, coded.codec
+        self._height, self._width, _ = coded.row_shape
+
+    def encode(self, frames: Sequence[Array]) -> list[bytes]:
+        """The values of a group of at most `Codec.key_frames` frames."""
+        context = self._package.CodecContext.create("libx264", "w")
+        context.width, context.height, context.pix_fmt = self._width, self._height, "yuv420p"
+        context.time_base, context.thread_count = fractions.Fraction(1, 30), 1
+        context.gop_size, context.max_b_frames = len(frames), 0
+        crf = 23 if self._codec.crf is None else self._codec.crf
+        context.options = {"crf": str(crf), "preset": "veryfast", "tune": "zerolatency"}
+        packets: list[Any] = []
+        for number, array in enumerate(frames):
+            frame = self._package.VideoFrame.from_ndarray(array, format="rgb24")
+            frame.pts = number
+            packets += context.encode(frame)
+        packets += context.encode(None)
+        if len(packets) != len(frames) or not packets[0].is_keyframe:
+            raise ValueError(f"the encoder made {len(packets)} packets of {len(frames)} frames")
+        return [_HEADER.pack(_MAGIC, number) + bytes(packet) for number, packet in enumerate(packets)]
+
+    def distance(self, blob: memoryview) -> int:
+        """How many steps ago the group of a value began."""
+        if len(blob) <= _HEADER.size or bytes(blob[:2]) != _MAGIC:
+            raise ValueError("no frame of a video")
+        distance: int = _HEADER.unpack(blob[: _HEADER.size])[1]
+        return distance
+
+    def decode(self, blobs: Sequence[memoryview], outs: Sequence[Array | None]) -> None:
+        """Decode the first frames of a group into `outs`, uint8 [h, w, 3] each; None of those that are not wanted.
+
+        Raises:
+            ValueError: a value of another group, or of another size; or an error of PyAV.
+        """
+        context = self._package.CodecContext.create("h264", "r")
+        context.thread_count = 1
+        most = (self._height + 63) // 64 * 64 * ((self._width + 63) // 64 * 64)
+        context.options = {"err_detect": "explode", "max_pixels": str(most)}
+        frames: list[Any] = []
+        for number, blob in enumerate(blobs):
+            if self.distance(blob) != number:
+                raise ValueError(f"frame {self.distance(blob)} of a group in place of frame {number}")
+            frames += context.decode(self._package.Packet(blob[_HEADER.size :]))
+            self._place(frames, number, outs)
+        frames += context.decode(None)
+        self._place(frames, len(blobs) - 1, outs)
+        if len(frames) != len(blobs):
+            raise ValueError(f"{len(frames)} frames of {len(blobs)} packets")
+
+    def _place(self, frames: list[Any], last: int, outs: Sequence[Array | None]) -> None:
+        """Copy frames that have been decoded; keep none."""
+        if len(frames) > last + 1:
+            raise ValueError(f"{len(frames)} frames of {last + 1} packets")
+        for number, frame in enumerate(frames):
+            if frame is None:
+                continue
+            if (frame.height, frame.width) != (self._height, self._width) or frame.is_corrupt:
+                raise ValueError(f"a damaged frame, or one of {frame.height} x {frame.width}")
+            out = outs[number]
+            if out is not None:
+                out[:] = frame.to_ndarray(format="rgb24")
+            frames[number] = None
+
+
+class FrameCache:
+    """Decoded frames of this process, at most `most` bytes; those that were used last stay. Threads may share it."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._bytes, self._lock = most, 0, threading.Lock()
+        self._frames: OrderedDict[Hashable, Array] = OrderedDict()
+
+    def get(self, key: Hashable) -> Array | None:
+        """A frame, for reading."""
+        with self._lock:
+            found = self._frames.get(key)
+            if found is not None:
+                self._frames.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, frame: Array) -> None:
+        """Keep a copy of a frame."""
+        if frame.nbytes > self._most:
+            return
+        frame = frame.copy()
+        with self._lock:
+            old = self._frames.pop(key, None)
+            self._frames[key] = frame
+            self._bytes += frame.nbytes - (0 if old is None else old.nbytes)
+            while self._bytes > self._most:
+                self._bytes -= self._frames.popitem(last=False)[1].nbytes

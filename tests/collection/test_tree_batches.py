@@ -1,0 +1,124 @@
+"""``layout="tree"``: steps that several rows begin with lie in a batch once, as tree attention takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError
+
+COLUMNS = {
+    "token": gear.Column(torch.int64),
+    "hidden": gear.Column(torch.float32, (40,)),
+    "reward": gear.Column(torch.float32, per="trajectory"),
+}
+
+
+def rows(number: int, length: int) -> dict[str, Any]:
+    tokens = torch.arange(length) + 10_000 * number
+    return {
+        "token": tokens,
+        "hidden": tokens[:, None] + torch.rand(40),
+        "reward": torch.tensor(float(number)),
+    }
+
+
+def table_of(**options: Any) -> gear.Table:
+    sizes = {"max_steps": 5000, "max_trajectories": 100, "block_steps": 4}
+    return gear.Table.create(COLUMNS, memory=gear.Memory(prefixes=True), **{**sizes, **options})
+
+
+def fill(table: gear.Table, groups: int, size: int, random: np.random.Generator) -> None:
+    """Groups of answers to one prompt, of several turns, some without the first answer; and others."""
+    for group in range(groups):
+        prompt = int(random.integers(1, 30))
+        first = table.add(rows(group, prompt + int(random.integers(0, 9)) + 1))
+        others = [rows(50 + group, int(random.integers(1, 20))) for _ in range(size - 1)]
+        slots = table.extend(others, prefix=first, prefix_steps=prompt)
+        table.add(rows(99, 3), prefix=int(slots[0]))
+        if group % 3 == 2:
+            table.remove(first)
+        table.add(rows(200 + group, 5))
+
+
+def expanded(batch: gear.Batch, name: str) -> torch.Tensor:
+    """A column of steps as it is packed: what a row begins with, then its own steps."""
+    ends, values = batch["cu_seqlens"].tolist(), batch[name]
+    parts = []
+    for row, (parent, steps) in enumerate(
+        zip(batch["parent"].tolist(), batch["prefix_steps"].tolist(), strict=True)
+    ):
+        if parent >= 0:
+            assert ends[parent + 1] - ends[parent] == steps > 0
+            parts.append(values[ends[parent] : ends[parent + 1]])
+        parts.append(values[ends[row] : ends[row + 1]])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    "windows", [gear.Whole(), gear.Window(12), {"token": gear.Whole(dtype=torch.float32)}], ids=repr
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_they_are_packed_batches_when_expanded(windows: Any, seed: int) -> None:
+    random, fewer = np.random.default_rng(seed), 0
+    with table_of() as table:
+        fill(table, 6, 5, random)
+        options: Any = {"windows": windows, "batch_size": 16, "device": "cpu", "seed": seed}
+        options |= {"draws": gear.Draws(anchor="first")} if isinstance(windows, gear.Window) else {}
+        tree = gear.ReplayDataset(table, layout="tree", **options)
+        packed = gear.ReplayDataset(table, layout="packed", **options)
+        for one, other in zip(iter(tree), iter(packed), strict=True):
+            shared = set(one["parent"].tolist()) - {-1}
+            assert shared == set(range(16, len(one["cu_seqlens"]) - 1)), "every segment has rows"
+            assert all((one["parent"] == segment).sum() > 1 for segment in shared)
+            assert one["cu_seqlens"][-1] == len(one["position"]) == len(one["token"])
+            assert one["max_seqlen"] == one["cu_seqlens"].diff().max()
+            for name in (*(windows if isinstance(windows, dict) else ("token", "hidden")), "position"):
+                assert torch.equal(expanded(one, name), other[name]), name
+            assert all(torch.equal(one[name], other[name]) for name in ("index", "anchor", "generation"))
+            if not isinstance(windows, dict):
+                assert torch.equal(one["reward"], other["reward"])
+            fewer += len(other["token"]) - len(one["token"])
+        assert fewer > 0
+
+
+def test_every_prefix_of_a_group_lies_once() -> None:
+    with table_of(max_steps=1_300_000, block_steps=64) as table:
+        for group in range(3):
+            first = table.add(rows(group, 24_000 + 2_000))
+            table.extend([rows(group, 2_000)] * 15, prefix=first, prefix_steps=24_000)
+        stored = table.stats()
+        assert stored.payload_bytes > 7 * stored.resident_bytes
+        dataset = gear.ReplayDataset(
+            table,
+            windows=gear.Whole(),
+            batch_size=48,
+            layout="tree",
+            device="cpu",
+            seed=1,
+            sampler=gear.Fifo(),
+        )
+        batch = dataset.sample()
+        assert len(batch["token"]) == 3 * (24_000 + 16 * 2_000)
+        assert 7 * len(batch["token"]) < table.num_steps
+        assert batch["parent"].tolist() == [48 + row // 16 for row in range(48)]
+
+
+def test_what_is_refused() -> None:
+    columns = {"parent": gear.Column(torch.int64)}
+    with gear.Table.create(columns, max_steps=9, max_trajectories=2) as table:
+        table.add({"parent": torch.arange(3)})
+        options: Any = {"batch_size": 2, "device": "cpu", "layout": "tree"}
+        with pytest.raises(SchemaError, match="'parent', which is a key of batches with layout='tree'"):
+            gear.ReplayDataset(table, windows=gear.Whole(), **options).sample()
+        windows = {"x": gear.Whole(column="parent")}
+        batch = gear.ReplayDataset(table, windows=windows, **options).sample()
+        assert batch["x"].tolist() == [0, 1, 2] * 2
+        assert batch["parent"].tolist() == [-1, -1]
+        dataset = gear.ReplayDataset(table, windows=windows, **options)
+        with pytest.raises(SchemaError, match="has layout='tree', groups"):
+            gear.Mixture({"a": (dataset, 1)}, batch_size=2)
