@@ -13,6 +13,7 @@ import platform
 import re
 import resource
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -254,8 +255,8 @@ def _memory() -> dict[str, Any]:
     found["huge_named"] = there and pages.files_get_huge_pages()
     found["huge_mount"] = pages.huge_pages_of_files() if there else "never"
     found["nodes"], found["gpu_nodes"] = numa.nodes_with_memory(), numa.gpu_nodes()
-    found["table_nodes"] = _table_nodes() if there else {}
-    tiers = _tiers() if there else {}
+    found["table_nodes"] = _of_tables(_nodes) if there else {}
+    tiers = _of_tables(_tier) if there else {}
     found["disks"] = {name: str(tier) for name, tier in tiers.items()}
     found["slow_disks"] = {
         name: tier.disk_wait for name, tier in tiers.items() if tier.disk_wait >= SLOW_SHARE
@@ -263,8 +264,8 @@ def _memory() -> dict[str, Any]:
     return found
 
 
-def _tiers() -> dict[str, TierState]:
-    """Name of a table with a disk tier -> what lies there, and what was read from it."""
+def _of_tables(look: Callable[[Any], Any]) -> dict[str, Any]:
+    """Name of a table of this user -> what `look` finds in its file, unless that is None."""
     found = {}
     for name in shared_memory.region_names():
         with (
@@ -272,26 +273,22 @@ def _tiers() -> dict[str, TierState]:
             shared_memory.opened(shared_memory.region_path(name)) as file,
         ):
             shared_memory.check_own(file.info, name)
-            layout, counters = read_counters(file.fd, file.info.st_size)
-            tier = TierState.read(file.fd, layout, counters)
-            if tier is not None:
-                found[name] = tier
+            if (seen := look(file)) is not None:
+                found[name] = seen
     return found
 
 
-def _table_nodes() -> dict[str, dict[int, int]]:
-    """Name of a table that this process has not attached -> NUMA node -> number of sampled pages on it."""
-    found = {}
-    for name in shared_memory.region_names():
-        with (
-            contextlib.suppress(OSError, RegionError),
-            shared_memory.opened(shared_memory.region_path(name)) as file,
-        ):
-            shared_memory.check_own(file.info, name)
-            # Closing a mapping of one that this process has attached would release its lock.
-            if not file.ours and os.pread(file.fd, len(shared_memory.MAGIC), 0) == shared_memory.MAGIC:
-                found[name] = numa.nodes_of_file(file.fd, file.info.st_size)
-    return found
+def _tier(file: Any) -> TierState | None:
+    """What lies on disk of a table with a disk tier, and what was read from it."""
+    return TierState.read(file.fd, *read_counters(file.fd, file.info.st_size))
+
+
+def _nodes(file: Any) -> dict[int, int] | None:
+    """NUMA node -> number of sampled pages on it, of a table that this process has not attached."""
+    # Closing a mapping of one that this process has attached would release its lock.
+    if file.ours or os.pread(file.fd, len(shared_memory.MAGIC), 0) != shared_memory.MAGIC:
+        return None
+    return numa.nodes_of_file(file.fd, file.info.st_size)
 
 
 # ---------------------------------------------------------------- conclusions

@@ -135,18 +135,18 @@ class ToDtype(_OfColumns):
 class Normalize(_OfColumns):
     """Subtracts the running mean of a column and divides by its running standard deviation; the result is float32.
 
-    ``Normalize("obs", "next_obs")``: mean and variance are those of the first column, over the rows and steps of all
-    batches so far, for each of its elements (Chan et al., 1982). All columns are normalised with them, and have its
-    shape ``[*shape]``. Steps that a mask of the batch leaves out do not count, and become 0. Does not wait for the GPU.
+    ``Normalize("obs", "next_obs")``: mean and variance of each element of the first column, over the rows and steps of
+    all batches so far (Chan et al., 1982). All columns are normalised with them, and must have the same shape
+    ``[*shape]``. Steps outside the mask do not count, and become 0. Does not wait for the GPU.
 
-    The statistics belong to the dataset's state. In validation, test and prediction they are used, not changed. Each
-    rank has its own. They follow the order of batches, so `DataLoader` workers need frozen ones.
+    The statistics are part of the dataset's state. In validation, test and prediction they are used but not changed.
+    Each rank has its own. They depend on the order of batches, so `DataLoader` workers need ``frozen=True``.
 
     Args:
         *columns: names of the batch's entries.
-        eps: is added to the variance.
+        eps: added to the variance.
         clip: largest absolute value of the result; None for any.
-        frozen: whether the statistics stay as they are. It is an attribute, which may be set at any time.
+        frozen: whether the statistics no longer change. An attribute, which may be set at any time.
 
     Raises:
         SchemaError: an invalid option; at the first batch: an unknown column.
@@ -234,7 +234,7 @@ class Normalize(_OfColumns):
         return torch.where(mask.view(*mask.shape, *(1,) * (result.ndim - mask.ndim)), result, 0.0)
 
     def evaluation(self) -> Callable[[Any], Any]:
-        """What uses the statistics of this one and does not change them."""
+        """A transform that uses the statistics of this one and does not change them."""
         return _Unchanged(self)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -242,7 +242,7 @@ class Normalize(_OfColumns):
         return {} if self._moments is None else dict(zip(_MOMENTS, self._moments, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the statistics of a state.
+        """Continue with the statistics of a state.
 
         Raises:
             SchemaError: the state is of something else. Nothing was changed.
@@ -278,8 +278,8 @@ class _Unchanged:
 class RandomCrop(_OfColumns):
     """Cuts a rectangle of one size out of each image, at a random place: ``RandomCrop("obs", "next_obs", size=84)``.
 
-    Each row of a batch and each column has a place of its own; the images of a row (channels, stacks, steps of a
-    window) have the same. In validation, test and prediction it is the middle. Does not wait for the GPU.
+    The place is drawn for each row and each column; all images of a row (channels, stacks, steps of a window) have the
+    same. In validation, test and prediction it is the middle. Does not wait for the GPU.
 
     Args:
         *columns: names of the batch's entries, ``[B, ..., H, W]``, of any dtype.
@@ -354,12 +354,12 @@ class RandomCrop(_OfColumns):
 class RandomShift(RandomCrop):
     """Moves each image by at most `pad` pixels in each direction: the augmentation of DrQ (Kostrikov et al., 2020).
 
-    ``RandomShift("obs", "next_obs")``. Pixels that come in from outside repeat the edge. It is a `RandomCrop` of the
-    image's own size with `padding`; so it is the identity in validation, test and prediction.
+    ``RandomShift("obs", "next_obs")``. Pixels from outside repeat the edge. It is a `RandomCrop` of the image's own
+    size with `padding`, so in validation, test and prediction it changes nothing.
 
     Args:
         *columns, dims: as for `RandomCrop`.
-        pad: most pixels.
+        pad: largest shift in pixels.
 
     Raises:
         SchemaError: an invalid option; at the first batch: an unknown column.

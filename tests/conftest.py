@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # Shared memory ---------------------------------------------------------------------------------------
 
-_PATIENCE = 10.0  # seconds for a child on its way out
+_PATIENCE = 60.0  # seconds for a child on its way out: the machine may be busy
 
 
 def _files() -> set[bytes]:

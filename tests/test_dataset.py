@@ -339,7 +339,7 @@ def test_the_table_is_closed_meanwhile(way: str) -> None:
     iterator = iter(data)
     next(iterator)
     if isinstance(sampler, Slow):  # another process would wait for that read until this process ends
-        assert sampler.reading.wait(10)
+        assert sampler.reading.wait(60)
         table.close()
         sampler.go_on.set()
     else:
@@ -364,7 +364,7 @@ class Slow(gear.Uniform):
     def items(self, size: int, draw: Any) -> Any:
         if draw.step == 1:
             self.reading.set()
-            assert self.go_on.wait(10)
+            assert self.go_on.wait(60)
         return super().items(size, draw)
 
 

@@ -11,7 +11,8 @@ A docstring writes `name` for parameters, attributes and everything else that ha
 A public name (in `__all__` of a module of `public_modules`) that no page describes is a warning too.
 
 Sections such as ``Args:`` are read by Sphinx's Napoleon, which is called here, because its own hook takes the words
-before a colon for a type, in the docstring of a property and below ``Returns:``.
+before a colon for a type, in the docstring of a property and below ``Returns:``. A line of a section may have several
+entries: ``ValueError: an empty text. OSError: no such file.``
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ from sphinx.util import logging
 
 _logger = logging.getLogger(__name__)
 _BACKTICKED = re.compile(r"(?<![`:\w\\])`([^`\n]+)`(?![`_])")
-_SECTIONS = Config(napoleon_custom_sections=["Returns", ("Attributes", "params_style")])
+_SECTIONS = Config(napoleon_custom_sections=[("Attributes", "params_style")])
+_ENTRIES = re.compile(r"(Args|Attributes|Raises):")
+_ENTRY = re.compile(r"(?<=\. )(\w+): ")
 _NAME = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*(\(\))?")
+
+
+class _Docstring(GoogleDocstring):
+    def _consume_returns_section(self, preprocess_types: bool = False) -> list[tuple[str, str, list[str]]]:
+        return [("", "", self._dedent(self._consume_to_next_section()))]
 
 
 def exists(name: str) -> bool:
@@ -98,6 +106,28 @@ def _literal(lines: list[str]) -> Iterator[bool]:
             block = indent
 
 
+def _single_entries(lines: list[str], parameters: set[str], owner: str) -> Iterator[str]:
+    """The lines of a docstring, where each entry of its sections begins a line."""
+    kind = indent = None
+    for line in lines:
+        if line.strip() and not line.startswith(" "):
+            kind, indent = (found[1] if (found := _ENTRIES.fullmatch(line)) else None), None
+        elif kind and line.strip():
+            indent = indent or " " * (len(line) - len(line.lstrip()))
+            begun = 0
+            for found in _ENTRY.finditer(line):
+                name = found[1]
+                if (
+                    name in parameters
+                    or (kind == "Raises" and name.endswith("Error"))
+                    or (kind == "Attributes" and exists(f"{owner}.{name}"))
+                ):
+                    yield (indent if begun else "") + line[begun : found.start()].rstrip()
+                    begun = found.start()
+            line = (indent if begun else "") + line[begun:]
+        yield line
+
+
 def read_docstring(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """Rewrite one docstring: its sections as fields, its backticked names as references or code."""
     parameters = _parameters(found)
@@ -116,7 +146,8 @@ def read_docstring(app: Sphinx, what: str, name: str, found: Any, options: Any, 
         return f"``{text}``"
 
     kind = "method" if what in ("attribute", "data", "property") else what
-    fields = GoogleDocstring(lines, _SECTIONS, app, kind, name, found, options).lines()
+    entries = list(_single_entries(lines, parameters, name))
+    fields = _Docstring(entries, _SECTIONS, app, kind, name, found, options).lines()
     lines[:] = [
         line if literal else _BACKTICKED.sub(rewritten, line)
         for line, literal in zip(fields, _literal(fields), strict=True)

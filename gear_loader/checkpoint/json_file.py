@@ -195,6 +195,6 @@ def schema_of(fields: Fields) -> Schema:
         raise fields.wrong("schema", rows, f"a schema ({shortened(str(error))})") from error
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """A text for an error message, cut after `most` characters."""
-    return text if len(text) <= most else text[:most] + "..."
+def shortened(text: str) -> str:
+    """A text for an error message, cut after 200 characters."""
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,4 +1,4 @@
-"""Sharded tables of many ranks: global and local selection, rows of other nodes, placement, checkpoints."""
+"""Sharded tables of many ranks: global and local selection, remote rows, placement, checkpoints."""
 
 from __future__ import annotations
 

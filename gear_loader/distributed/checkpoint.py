@@ -23,14 +23,13 @@ from gear_loader.storage.table_rules import OnFull
 def save(shards: ShardTables, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Save the tables of all ranks; all ranks call it at the same time, between batches.
 
-    Each rank writes its own table, as `Table.save` does: data of the previous save is not written again. Rank 0 writes
-    the manifest of all tables last: until then the previous checkpoint stays valid, whatever happens to any rank. Every
-    stage of a pipeline has a directory of its own in `path`. Priorities that a dataset has learnt are in its
-    `state_dict`.
+    Each rank writes its own table like `Table.save`, only what is new since the previous save. Rank 0 writes the
+    manifest of all tables last: until then the previous checkpoint stays valid, whatever happens to any rank. Each
+    stage of a pipeline has its own directory in `path`. The priorities of a dataset are in its `state_dict`.
 
     Args:
         shards: the sharded table.
-        path: directory that all ranks see: with such a checkpoint, empty, or missing.
+        path: directory that all ranks can access: one with such a checkpoint, an empty one, or one to create.
         progress: whether to show a progress bar, if standard error is a terminal.
 
     Raises:
@@ -62,16 +61,17 @@ def load(
 ) -> Table:
     """Load this rank's table from a checkpoint that `save` wrote; all ranks call it at the same time.
 
-    With as many ranks as saved, each gets its own table back. With another number of ranks, trajectories are resharded,
-    so that all ranks get about as many steps, in the order of their ids. No trajectory is lost; ids, priorities, ages
-    and times sampled stay, the counts of rate limiters are divided in proportion, and later trajectories are numbered
-    above all ids given before. Every byte that is used is checked while it is read. Give the table to `Shards`.
+    With the same number of ranks each gets its own table back. With another number, trajectories are distributed anew
+    in the order of their ids, so that all ranks get about the same number of steps. No trajectory is lost. Ids,
+    priorities, ages and times sampled stay the same; the counts of rate limiters are divided in proportion; later
+    trajectories get ids above all earlier ones. Every byte that is used is checked while it is read. Give the table to
+    `Shards`.
 
     Args:
         path: as for `save`.
         mesh: as for `Shards`.
-        timeout: seconds that ranks wait for each other, and so for the slowest one to read its share.
-        name: name of this rank's table, another one on each rank.
+        timeout: seconds that ranks wait for each other, so for the slowest one to read its share.
+        name: name of this rank's table; a different one on each rank.
         schema, max_steps, max_trajectories, block_steps, max_blocks, on_full, progress: as for `Table.load`; by default
             each rank gets its share of the sizes of the saved tables, or as much as it needs if that is more.
 

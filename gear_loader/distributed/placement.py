@@ -28,21 +28,21 @@ _POLICIES = ("round_robin", "free_space", "priority_mass", "local")
 
 
 class Placement:
-    """Decides the shard of each new trajectory, and stores it there; in a pipeline, each stage's columns in its table.
+    """Chooses a shard for each new trajectory and stores it there; in a pipeline, each stage's columns in its table.
 
-    All ranks make one at the same time; then each rank adds trajectories when it likes. A trajectory is written
-    straight into tables of this node, and sent to tables of other nodes. In a pipeline it has the same id in all
-    stages, and is stored last in stage 0, which draws: so no rank draws a trajectory that another stage lacks.
+    All ranks must make one at the same time; then each rank adds trajectories at any time. A trajectory is written
+    directly into tables of this node, and sent to those of other nodes. In a pipeline it has the same id in all stages.
+    Stage 0, which draws, stores it last, so no rank draws a trajectory that another stage does not have.
 
     Args:
         shards: the sharded table.
-        policy: ``"round_robin"``: one shard after another, each rank beginning with another one; ``"free_space"``: the
+        policy: ``"round_robin"``: one shard after another, each rank starting at a different one; ``"free_space"``: the
             shard with most free steps; ``"priority_mass"``: the shard with the smallest sum of priorities; ``"local"``:
             this rank's own shard.
         stages: column -> the stage that needs it, or several; -1 is the last. By default a column goes to every stage
             whose table has it.
-        dataset: the `ReplayDataset` over `shards` for which priorities are balanced: with it the sums are those by
-            which it draws, as of its last batch. Without it, they are sums of the priorities of added trajectories.
+        dataset: for ``"priority_mass"``: the `ReplayDataset` over `shards` whose sums of priorities, at its last batch,
+            are balanced. Without it, the sums are of the priorities of added trajectories.
 
     Raises:
         SchemaError: options that do not fit these shards, or tables without the columns that `stages` names.
@@ -139,7 +139,7 @@ class Placement:
         trajectories: Iterable[Mapping[str, Any]],
         priority: float | Sequence[float] | Array | None = None,
     ) -> tuple[Array, Array]:
-        """Place many trajectories; each shard's trajectories are stored at once.
+        """Place many trajectories; those of one shard are stored together.
 
         Args:
             trajectories: as for `add`.
@@ -153,9 +153,9 @@ class Placement:
             TableFullError, LockTimeoutError: a table was full; the message names it, its shard and its stage.
             TransportError: another node did not confirm trajectories; it may have stored them all the same.
 
-        After these errors, trajectories stored in tables of this node have been removed again. Trajectories stored on
-        other nodes stay: in a stage other than 0 they are not drawn, and `ReplayDataset.rebalance` removes them; in
-        stage 0 the message says how many.
+        After these errors, trajectories that were stored in tables of this node have been removed again. Those stored
+        on other nodes stay: in stages other than 0 they are never drawn, and `ReplayDataset.rebalance` removes them;
+        for stage 0 the message says how many there are.
         """
         given, lengths = self._checked(trajectories)
         priorities = checked_priorities(priority, len(given))

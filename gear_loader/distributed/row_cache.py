@@ -26,12 +26,12 @@ _SMOOTHING = 0.05  # of that mean time
 
 @dataclasses.dataclass(frozen=True)
 class CacheStats:
-    """State of the cache for rows of other nodes.
+    """State of the cache of remote rows.
 
     Attributes:
         budget_bytes: as given. resident_bytes: of its rows and their index; never more than `budget_bytes`.
         num_rows: rows that it holds.
-        num_hits, num_misses: rows of other nodes that were drawn so far, and were in it or were not.
+        num_hits, num_misses: remote rows drawn so far that were in the cache, and that were not.
         saved_bytes: bytes of the rows that did not have to be sent.
     """
 
@@ -44,7 +44,7 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the rows of other nodes that were in the cache; 0 before the first one."""
+        """Share of the remote rows that were in the cache; 0 before the first one."""
         return self.num_hits / max(1, self.num_hits + self.num_misses)
 
 

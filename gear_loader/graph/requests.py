@@ -59,7 +59,6 @@ class RequestBatcher:
         max_batch: most nodes of a call, and of a request.
         max_wait: seconds that a request waits for others at most while the thread is idle; 0 for not at all.
         max_waiting: most requests that wait.
-        clock: seconds, monotonic; for tests.
 
     Raises:
         SchemaError: invalid options.
@@ -73,7 +72,6 @@ class RequestBatcher:
         max_batch: int = 256,
         max_wait: float = 0.002,
         max_waiting: int = 1024,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= max_wait < float("inf"):
             raise SchemaError(f"max_wait is {max_wait!r}; expected seconds, at least 0.")
@@ -82,7 +80,7 @@ class RequestBatcher:
             at_least("max_batch", max_batch),
             at_least("max_waiting", max_waiting),
         )
-        self.max_wait, self._clock = max_wait, clock
+        self.max_wait = max_wait
         self.stats = RequestStats()
         self._waiting: collections.deque[_QueuedRequest] = collections.deque()
         self._nodes_waiting = 0
@@ -105,7 +103,7 @@ class RequestBatcher:
         values = checked_nodes("nodes", nodes, self.num_nodes)
         if not 1 <= len(values) <= self.max_batch:
             raise SchemaError(f"A request has {len(values):,} nodes; expected 1 to {self.max_batch:,}.")
-        request = _QueuedRequest(values, self._clock() + self.max_wait, Future())
+        request = _QueuedRequest(values, time.monotonic() + self.max_wait, Future())
         with self._changed:
             if self._closed:
                 raise GearError("A request came after RequestBatcher.close(); send it elsewhere.")
@@ -143,9 +141,9 @@ class RequestBatcher:
 
     def _run(self) -> None:
         while requests := self._take():
-            began = self._clock()
+            began = time.monotonic()
             self._answer(requests)
-            each = (self._clock() - began) / len(requests)
+            each = (time.monotonic() - began) / len(requests)
             self._seconds_a_request += (each - self._seconds_a_request) / 8
 
     def _take(self) -> list[_QueuedRequest]:
@@ -156,7 +154,7 @@ class RequestBatcher:
                     return []
                 self._changed.wait(_LOOK)
             while not self._closed and self._nodes_waiting < self.max_batch:
-                left = self._waiting[0].deadline - self._clock()
+                left = self._waiting[0].deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)

@@ -29,7 +29,7 @@ _COLUMNS = ("observation", "action", "reward", "terminated")
 
 
 def from_episodes(episodes: Iterable[Any]) -> Iterator[Episode]:
-    """d3rlpy's episodes as those of `gear_loader.sources`, which `Table.extend` and `sources.load` take.
+    """Convert d3rlpy's episodes to those of `gear_loader.sources`, which `Table.extend` and `sources.load` take.
 
     Args:
         episodes: objects with the four fields. Observations may be a tuple of arrays.
@@ -72,13 +72,13 @@ def from_episodes(episodes: Iterable[Any]) -> Iterator[Episode]:
 def to_episodes(table: Table, make: Callable[..., Any], *, columns: Columns = None) -> list[Any]:
     """The trajectories of a table as d3rlpy's episodes, the oldest first; the arrays are copies.
 
-    Rewards become float32 ``[T, 1]``, and numbers ``[T]`` of observations and actions ``[T, 1]``; other arrays keep
-    dtype and shape. Final steps are left out: d3rlpy has no place for them.
+    Rewards become float32 ``[T, 1]``; observations and actions that are single numbers, ``[T]``, become ``[T, 1]``;
+    other arrays keep dtype and shape. Final steps are left out, because d3rlpy has no field for them.
 
     Args:
         table: has the columns ``observation`` (or ``obs``, as in a `ReplayBuffer`; ``observation.0`` and so on become a
             tuple), ``action``, ``reward`` and ``terminated``.
-        make: makes an episode of the four fields, given by name: ``d3rlpy.dataset.Episode``.
+        make: makes an episode from the four fields, given by name: ``d3rlpy.dataset.Episode``.
         columns: ``{one of the four: name in the table}``; None takes these names.
 
     Raises:

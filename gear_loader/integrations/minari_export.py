@@ -49,22 +49,22 @@ def to_minari(
     action_space: Any = None,
     **options: Any,
 ) -> Any:
-    """Write the trajectories of a table as a new Minari data set, the oldest first, one at a time.
+    """Write the trajectories of a table as a new Minari data set, oldest first, one at a time.
 
     An episode of T steps has T + 1 observations: the last one is the trajectory's final step (``Column(final=True)``),
-    or the last ``next_observation``. Images are stored without loss. Without a column ``truncated`` an episode that has
-    not terminated is truncated at its last step. Infos have T + 1 values as well; the last one is that of the final
-    step, or NaN, 0 or False.
+    or the last ``next_observation``. Images are stored without loss. Without a column ``truncated``, an episode that
+    has not terminated counts as truncated at its last step. Infos have T + 1 values too; the last one is that of the
+    final step, else NaN, 0 or False.
 
     Args:
-        table: has the columns ``observation`` (or ``obs``, as in a `ReplayBuffer`), ``action``, ``reward`` and
-            ``terminated``. Nested ones, as ``observation.camera``, become spaces of the same nesting.
+        table: a table with the columns ``observation`` (or ``obs``, as in a `ReplayBuffer`), ``action``, ``reward`` and
+            ``terminated``. Nested ones, such as ``observation.camera``, become nested spaces.
         dataset_id: as Minari takes it: ``"cartpole/mine-v0"``. It is stored where Minari stores data sets.
         columns: ``{name in the data set: name in the table}``, or names. None takes the four, ``truncated``,
-            ``next_observation`` and ``info``, where they are.
-        env: environment, its id or its spec, from which the spaces are taken and which Minari notes.
-        observation_space, action_space: of the environment. None takes those of `env`, or without one Boxes of the
-            columns' dtypes without bounds.
+            ``next_observation`` and ``info``, if the table has them.
+        env: the environment, its id or its spec. The spaces are taken from it, and Minari stores it with the data set.
+        observation_space, action_space: the environment's spaces. None takes those of `env`; without `env`, unbounded
+            Boxes of the columns' dtypes.
         options: of `minari.create_dataset_from_buffers`: ``author``, ``algorithm_name``, ``data_format`` and more.
 
     Returns:

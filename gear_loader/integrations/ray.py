@@ -8,8 +8,8 @@
     table = gear_loader.connect("ray://replay")          # in any worker, task or actor of this Ray cluster
     table.add(trajectory)
 
-A worker on the actor's node attaches to the table in shared memory, and gets a `gear_loader.Table`, from which it can
-draw too. A worker on another node gets a `gear_loader.RemoteTable`, which writes to the actor's server.
+A worker on the actor's node attaches to the table in shared memory: it gets a `gear_loader.Table`, and can also draw
+from it. A worker on another node gets a `gear_loader.RemoteTable`, which writes through the actor's server.
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ _Actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Owne
 class Replay:
     """A Ray actor that owns a table and serves it: ``Replay.options(name="replay").remote(schema, ...)``.
 
-    Ray starts the actor again when it dies; it goes on with the same table, which lies in the shared memory of its node
-    and not in its process, and with the same address. Trajectories are lost with the node. The actor takes no CPU of
-    Ray's; a server process of its own answers workers on other nodes.
+    If the actor dies, Ray restarts it, and it continues with the same table and address: the table is in the shared
+    memory of the node, not of the process. If the node is lost, so are the trajectories. The actor reserves no CPU in
+    Ray; a separate server process answers workers on other nodes.
 
     The actor's handle has `stats`, `where` and `close` as remote methods; ``ray.get(replay.close.remote())`` removes
-    the table, and ``ray.kill(replay)`` ends the actor. Without `close` the table is removed when the actor's last
-    handle is, or when Ray ends on its node (a process of its own waits for that). After ``ray.kill``, or a job that
-    ends on a cluster that goes on, it stays in shared memory until then.
+    the table, and ``ray.kill(replay)`` ends the actor. Without `close` the table is removed with the actor's last
+    handle, or when Ray ends on its node (a separate process waits for that). After ``ray.kill``, or if the job ends and
+    the cluster goes on, the table stays in shared memory until Ray ends.
     """
 
     @staticmethod
@@ -230,8 +230,8 @@ def connect(
 
     Args:
         url: ``ray://<actor>``, or ``ray://<actor>?namespace=<namespace>``.
-        attach: whether to attach to shared memory where the actor is on this node; False goes through its server.
-        timeout: seconds to wait for the actor, and of the calls of a `RemoteTable`.
+        attach: whether to attach to shared memory if the actor is on this node; False always uses its server.
+        timeout: seconds to wait for the actor, and for the calls of a `RemoteTable`.
         spool_bytes, max_in_flight: of a `RemoteTable`.
 
     Returns:

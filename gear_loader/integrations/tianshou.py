@@ -6,7 +6,7 @@
     buffer = VectorReplayBuffer(100_000, buffer_num=8, name="replay")
     collector = tianshou.data.Collector(algorithm, environments, buffer)
 
-As Tianshou's own: of the same seed the same batches. All of Tianshou's algorithms and collectors work on them.
+They draw the same batches from the same seed as Tianshou's own, and work with all its algorithms and collectors.
 """
 
 from __future__ import annotations

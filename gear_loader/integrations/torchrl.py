@@ -9,7 +9,7 @@
             writer = CollectorWriter(table)
         writer.add(batch)
 
-Batches are read by the interface of TensorDict; neither TorchRL nor tensordict is imported.
+Any object with TensorDict's interface is a batch; neither TorchRL nor tensordict is imported.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _columns(batch: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
 
 
 def collector_schema(batch: Any) -> dict[str, Column]:
-    """The columns for batches like this one, as `gear_loader.Table.create` takes them.
+    """The columns of a table for such batches, as `gear_loader.Table.create` takes them.
 
     Args:
         batch: a TensorDict of batch size [T] or [environments, T], as a collector yields it.
 
     Returns:
-        A `Column` for each entry, nested ones as ``next.reward``, except for those beneath ``"collector"`` and for
-        text. Leave out what is not needed; `CollectorWriter` writes the columns that the table has.
+        A `Column` for each entry (nested names are joined: ``next.reward``), except those under ``"collector"`` and
+        text. Columns that you remove are not written: `CollectorWriter` writes those that the table has.
 
     Raises:
         SchemaError: not such a TensorDict, or an entry of a dtype that columns do not support.
@@ -76,13 +76,14 @@ def collector_schema(batch: Any) -> dict[str, Column]:
 class CollectorWriter:
     """Writes the batches of a TorchRL collector into a table; a trajectory is committed when it is done.
 
-    A batch has batch size [T] or [environments, T]; trajectories go on from batch to batch. If the batches have
-    ``("collector", "traj_ids")``, as those of collectors do, the steps of an id make a trajectory, wherever they lie in
-    a batch: also for several collecting processes. Otherwise row e of a batch goes on in row e of the next one.
+    Batches have batch size [T] or [environments, T], and trajectories continue in the next batch. If batches have
+    ``("collector", "traj_ids")``, as those of collectors do, steps with the same id form a trajectory, wherever they
+    are in a batch, also with several collecting processes. Otherwise row e of a batch continues in row e of the next
+    one.
 
     Args:
-        table: the table; its columns name the entries, nested ones as ``next.reward``. Entries without a column are
-            left out.
+        table: the table. Its columns are named like the entries, nested ones ``next.reward``. Entries without a column
+            are left out.
         done: entry that ends a trajectory, bool ``[..., T]`` or ``[..., T, 1]``.
 
     As a context manager it commits unfinished trajectories at the end, or discards them if the block raises.

@@ -41,12 +41,12 @@ __all__ = [
 
 
 class TableStorage(LazyTensorStorage):
-    """A TorchRL storage in a table; all of TorchRL's samplers, writers, transforms and buffers work on it.
+    """A TorchRL storage in a table. All of TorchRL's samplers, writers, transforms and buffers work with it.
 
-    As `LazyTensorStorage`: made by the first data, TensorDicts, tensorclasses, tensors or pytrees of them. The rows are
-    the steps of the table's only trajectory, with a column for each tensor, nested ones as ``next.reward``; and
-    ``index_`` for the entry ``index``, as batches of ours have a key of that name. TorchRL overwrites rows in place:
-    another process that reads the table may see a row that is half written.
+    Like `LazyTensorStorage` it is allocated when the first data are written: TensorDicts, tensorclasses, tensors or
+    pytrees of them. Its rows are the steps of the table's only trajectory, with a column for each tensor (nested:
+    ``next.reward``). The entry ``index`` is the column ``index_``, because batches have a key ``index``. TorchRL
+    overwrites rows in place: another process that reads the table may see a half-written row.
 
     Args:
         max_size: number of rows.
@@ -191,7 +191,7 @@ class ReplayBuffer(_InTable, torchrl.data.ReplayBuffer):
         options: those of the buffer of the same name in TorchRL, with its samplers, writers and transforms.
 
     Raises:
-        SchemaError: a storage beside a capacity or a name.
+        SchemaError: a storage together with a capacity or a name.
     """
 
 

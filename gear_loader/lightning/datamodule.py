@@ -75,12 +75,12 @@ class ReplayDataLoader(DataLoader[Batch]):
 
 
 class ReplayDataModule(LightningDataModule):
-    """Data module of a table: ``Trainer.fit(model, ReplayDataModule(table, batch_size=..., windows=...))``.
+    """Data module for a table: ``Trainer.fit(model, ReplayDataModule(table, batch_size=..., windows=...))``.
 
-    Batches are those of `ReplayDataset`. Its state is saved in Lightning's checkpoints: a run that is stopped in the
-    middle of an epoch and resumed gets the same batches as an uninterrupted run.
+    It yields the batches of a `ReplayDataset`, and saves the dataset's state in Lightning's checkpoints: a run that is
+    stopped in the middle of an epoch and resumed gets the same batches as an uninterrupted run.
 
-    Under ``strategy="ddp"`` every rank makes its `Shards` after the process group; so pass a function::
+    With ``strategy="ddp"`` `Shards` must be made after the process group, so pass a function that makes them::
 
         def shards():
             rank = torch.distributed.get_rank()
@@ -88,28 +88,29 @@ class ReplayDataModule(LightningDataModule):
 
         Trainer(strategy="ddp", devices=2).fit(model, ReplayDataModule(shards, batch_size=..., windows=...))
 
-    If the table has a rate limiter, `fit` waits for it before it queries the length of an epoch, so that actors may
-    start after the trainer.
+    If the table has a rate limiter, `fit` waits for it before it computes the length of an epoch, so actors may start
+    after the trainer.
 
-    Every rank gets its slice of each batch. The checkpoint, which Lightning saves on rank 0, holds the state of all.
+    Each rank gets its slice of each batch. The checkpoint, which Lightning saves on rank 0, has the state of all ranks.
 
     Args:
-        table: a `Table` or `Shards`; or the name of a table to attach to; or the path of a D4RL-style file (.hdf5,
-            .h5), which each process loads into a private table; or a function without arguments that returns a `Table`
-            or `Shards`, which each process calls in `setup` and closes in `teardown`.
+        table: a `Table` or `Shards`; the name of a table to attach to; the path of a D4RL-style file (.hdf5, .h5),
+            which each process loads into a private table; or a function without arguments that returns a `Table` or
+            `Shards`: each process calls it in `setup`, and closes the result in `teardown`.
         batch_size, windows: as for `ReplayDataset`.
-        val_fraction: share of the trajectories used for validation, a pass over all of their steps in a fixed order;
-            over `Shards` all ranks share the pass. 0 disables validation.
-        val_batches: most batches of a validation run on each rank, the same ones each time; by default the whole pass.
-        val_batch_size: rows of a batch of validation, test and prediction on each rank; `batch_size` by
-            default. With `Steps` it is needed for validation and test; prediction has 1 by default.
-        split_seed: seed of the choice of validation trajectories.
+        val_fraction: share of the trajectories for validation, which is a pass over all their steps in a fixed order;
+            with `Shards` the ranks share the pass. 0 disables validation.
+        val_batches: largest number of validation batches on each rank, the same ones each time; by default the whole
+            pass.
+        val_batch_size: rows of a batch on each rank in validation, test and prediction; `batch_size` by default. If
+            that is `Steps`, validation and test need this option, and prediction has batches of 1 by default.
+        split_seed: seed that chooses the validation trajectories.
         num_workers: workers of the `DataLoader`. 0 is fastest: batches are prefetched in the background anyway.
         load_options: for a path: options of `gear_loader.sources.load`; for a name: options of `Table.attach`.
         **options: other options of `ReplayDataset`, for training. `device` is the trainer's by default.
 
     Attributes:
-        table: the table from `setup` on; this rank's table of `Shards`.
+        table: the table, from `setup` on; with `Shards` this rank's table.
         shards: the `Shards`, if given, from `setup` on.
         train_dataset, val_dataset: the datasets from `setup` on.
         test_dataset, predict_dataset: the datasets from `test_dataloader` and `predict_dataloader` on.
@@ -244,8 +245,8 @@ class ReplayDataModule(LightningDataModule):
     def train_dataloader(self) -> ReplayDataLoader:
         """The training loader: `ReplayDataset` in a `DataLoader`.
 
-        With the trainer's `overfit_batches` every epoch is epoch 0, with the same batches while the table and the
-        priorities do not change.
+        With the trainer's `overfit_batches` every epoch repeats epoch 0: the same batches, unless the table or the
+        priorities change.
 
         Raises:
             SchemaError: `setup` has not been called.
@@ -255,12 +256,12 @@ class ReplayDataModule(LightningDataModule):
         return ReplayDataLoader(self, self.train_dataset, num_workers=self._num_workers)
 
     def val_dataloader(self) -> list[DataLoader[Batch]]:
-        """The validation loader, a pass over all validation steps; no loader if `val_fraction` is 0.
+        """The validation loader: a pass over all validation steps. An empty list if `val_fraction` is 0.
 
-        It passes over the first `val_batches` batches of the pass, if given.
+        With `val_batches` it ends after this number of batches.
 
-        Over `Shards` each rank gets its slice of every batch. Slices differ by one row at most; if the last batch has
-        fewer rows than there are ranks, some rows repeat on several ranks.
+        With `Shards` each rank gets its slice of every batch. Slices differ by one row at most; if the last batch has
+        fewer rows than there are ranks, some ranks get the same row.
 
         Raises:
             SchemaError: `setup` has not been called; in `validate`: `val_fraction` is 0.
@@ -277,7 +278,7 @@ class ReplayDataModule(LightningDataModule):
         return [self._loader(self.val_dataset)]
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """The loader of ``Trainer.test``: the whole pass over the validation steps, whatever `val_batches` is.
+        """The loader of ``Trainer.test``: the whole pass over the validation steps, without the limit `val_batches`.
 
         Raises:
             SchemaError: `val_fraction` is 0, or `setup` has not been called.
@@ -291,11 +292,11 @@ class ReplayDataModule(LightningDataModule):
         return self._loader(self.test_dataset)
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        """The loader of ``Trainer.predict``: once over all trajectories, of training and validation, oldest first.
+        """The loader of ``Trainer.predict``: one pass over all trajectories, of training and validation, oldest first.
 
         With ``Draws(anchor="first")`` or ``"last"`` each trajectory is one row. Otherwise, and with a sampler of steps,
-        each step is a row: the windows of step 0 of the oldest trajectory, of its step 1, and so on. A row's ``index``
-        and ``anchor`` say what it is. If the last batches do not suffice for all ranks, some repeat the first ones.
+        each step is a row: step 0 of the oldest trajectory, its step 1, and so on. ``index`` and ``anchor`` identify a
+        row. If there are not enough last batches for all ranks, some ranks repeat the first ones.
 
         Raises:
             SchemaError: `setup` has not been called.
@@ -311,7 +312,7 @@ class ReplayDataModule(LightningDataModule):
         return self._loader(self.predict_dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of training; see `ReplayDataset.state_dict`. Over `Shards` all ranks call it at the same time."""
+        """The state of training; see `ReplayDataset.state_dict`. With `Shards` all ranks call it at the same time."""
         if self.train_dataset is None:
             return {} if self._restored is None else {"train": dict(self._restored)}
         return {"train": self._train_state()}
@@ -329,7 +330,7 @@ class ReplayDataModule(LightningDataModule):
     def teardown(self, stage: str | None = None) -> None:
         """Close the datasets over `Shards`, and what `setup` opened. A named table persists until it is removed.
 
-        The next `setup` goes on where training was.
+        The next `setup` continues training where it was.
         """
         if self.table is None or isinstance(self._source, Table):
             return

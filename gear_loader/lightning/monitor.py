@@ -15,20 +15,20 @@ from gear_loader.utils.checks import at_least
 
 
 class ReplayMonitor(Callback):
-    """Logs metrics of a replay table to all loggers of the trainer, from its first process.
+    """Callback that logs metrics of a replay table to all loggers of the trainer, on rank 0.
 
-    ``Trainer(callbacks=[ReplayMonitor()]).fit(model, ReplayDataModule(...))``. The metrics are those of
-    `ReplayLogger`; rates and means are those since the last log, at first since training began.
+    ``Trainer(callbacks=[ReplayMonitor()]).fit(model, ReplayDataModule(...))``. The metrics are those of `ReplayLogger`;
+    rates and means cover the time since the last log (at first since training began).
 
-    Ages and numbers of draws are those of this process's batches, and need ``Draws(sample_info=True)``; priorities need
-    a sampler that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
+    Ages and numbers of draws are of this process's batches, and need ``Draws(sample_info=True)``; priorities need a
+    sampler that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, the callback does nothing.
 
-    Over `Shards` the metrics are those of all tables together, rows drawn are those of the batches that all ranks have
-    trained on, and priorities are those of the first rank's shard. All ranks must have the callback, because a log is a
+    With `Shards` the metrics cover all tables together, the rows drawn are those of the batches that all ranks have
+    trained on, and priorities are of the first rank's shard. All ranks must have the callback, because each log is a
     small exchange between them.
 
-    Between two logs nothing waits for a GPU: ages are summed on their device. A log reads them, and the priorities,
-    once, which waits for the GPU.
+    Between two logs nothing waits for a GPU: ages are summed on their device. A log waits for the GPU once, to read
+    them and the priorities.
 
     Args:
         dataset: dataset to monitor; by default `train_dataset` of the trainer's data module, a `ReplayDataModule` or

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 class DeviceWriter:
     """Adds the streams of n environments that are simulated on a GPU, without waiting for it.
 
-    Created by ``Table.writers(n, device="cuda")``. Values are tensors on the device; the table's bytes are written by
-    kernels, in whole lines of pinned memory, or of the GPU's own if the table lies there; a later call commits them,
-    when they have arrived.
+    Created by ``Table.writers(n, device="cuda")``. Values are tensors on the device. Kernels write them into the table,
+    in pinned host memory or on the GPU; a later call commits them, when they have arrived.
 
     **Episodes**: trajectories end where `done`, a mask on the device, says. Each step is written in place by one kernel
     on the current stream; it also reports which environments have ended, and the next call commits these, in the order
@@ -44,17 +43,16 @@ class DeviceWriter:
                 writer.append(obs=obs, action=action, reward=reward, done=done, final={"obs": next_obs})
                 obs = simulator.obs()
 
-    Three trajectories of each environment have blocks at a time. A call waits for the GPU only where three steps are on
-    their way, where a trajectory may have reached the longest that the table holds, or where the table is full.
+    Each environment has blocks for three trajectories at a time. A call waits for the GPU only if three steps are on
+    their way, if a trajectory may have reached the largest length of the table, or if the table is full.
 
-    **Chunks** of the same length, with ``chunk_steps=T``: they go on through the ends of episodes, and `done` is a
-    column like others. Steps are kept on the device until a chunk is complete; then a kernel writes it, on a stream of
-    its own, beside what the caller's stream does. A call waits only where it begins a third chunk before the first has
-    arrived.
+    **Chunks** of the same length, with ``chunk_steps=T``: they continue across the ends of episodes, and `done` is an
+    ordinary column. Steps are kept on the device until a chunk is complete; then a kernel writes it on a side stream. A
+    call waits only if it begins a third chunk before the first has arrived.
 
-    Where memory is not pinned, also on a coherent machine, which needs no pinning, the copy engine brings steps to the
-    host, and the CPU stores them. With ``device="cpu"`` it behaves in the same way; a `VectorWriter` is faster there.
-    For one thread. As a context manager it commits what is left at the end, or discards it if the block raises.
+    If memory is not pinned (also on a coherent machine, which needs no pinning), the copy engine brings steps to the
+    host, and the CPU stores them. ``device="cpu"`` works too; a `VectorWriter` is faster there. Use it in one thread.
+    As a context manager it commits what is left at the end, or discards it if the block raises.
 
     Attributes:
         num_envs: number of environments. device: where their values are.
@@ -93,7 +91,7 @@ class DeviceWriter:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the chunk that is being written; without chunks, those of which the ends are not known yet."""
+        """Steps of the chunk that is being written; without chunks, steps whose ends of episodes are not known yet."""
         return self._cut.num_steps
 
     @property
@@ -115,7 +113,7 @@ class DeviceWriter:
     ) -> int:
         """Append one step of each environment.
 
-        Does not wait for the GPU, but for a table without room (by its `on_full`), and where the class says. The values
+        Does not wait for the GPU, except as the class says, but for room in a full table (see `on_full`). The values
         are read on the current stream.
 
         Args:

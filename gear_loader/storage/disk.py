@@ -22,27 +22,26 @@ _KEEPS = ("auto", "newest", "oldest", "priority")
 class Disk:
     """A directory into which a table is written in the background; see `Table.create`.
 
-    The directory is a checkpoint at every moment: `Table.recover` brings the table back and goes on writing into it,
-    `Table.load` copies it. Use it with one table at a time. A table that is dropped without `close` is still written to
-    the end by its thread; `Table.create` and `Table.recover` of the same process wait for that.
+    The directory is a valid checkpoint at every moment. `Table.recover` restores the table and goes on writing into it;
+    `Table.load` makes a copy. One table at a time can use it. If a table is dropped without `close`, its thread still
+    writes the rest; `Table.create` and `Table.recover` of the same process wait for that.
 
     Attributes:
         path: a directory that is empty or to be created; it may be a symbolic link to one. Use a disk that outlives
             the machine's memory, not a tmpfs.
         sync_seconds: seconds between two writes. A trajectory is on disk at most this long after its commit, plus the
-            duration of the write under way then and of its own (`DiskStats.write_seconds`). Beside new steps a write
-            takes 72 bytes for each trajectory that was added, removed, drawn or given a priority since the last one;
-            those of which values were overwritten are written again.
-        size: makes the disk a tier below the memory: trajectories beyond the table's `memory` lie there only, and the
-            steps in its files take at most so many bytes, an int or a text such as ``"500GiB"``. A write needs room
-            beside them: the files of the two writes before stay until it is complete. None: the disk has a copy, and
-            all is in memory.
+            duration of two writes: the one under way and its own (`DiskStats.write_seconds`). A write has the new
+            steps, and 72 bytes for each trajectory that was added, removed, drawn or given a priority since the last
+            one; trajectories with overwritten values are written again.
+        size: makes the disk a tier below the memory: trajectories that do not fit into the table's `memory` are on disk
+            only. The most bytes of steps in its files, an int or a text such as ``"500GiB"``. A write needs more room,
+            because the files of the two writes before it stay until it is complete. None: everything is in memory, and
+            the disk has a copy.
         keep: with `size`, which trajectories stay in memory: the ``"newest"``, the ``"oldest"``, or those of the
-            highest ``"priority"``, the latest that was given to a dataset's or the table's `update_priority`, or else
-            to `Table.add` (those without one are the highest); where steps have priorities, the mean of a trajectory's.
-            ``"auto"`` takes what the sampler of the last dataset, of any process, draws most: the highest priorities
-            for `Prioritized` and `TopK`, the oldest for `Fifo`, else the newest. Draws that are uniform gain from no
-            choice.
+            highest ``"priority"``: the latest given to a dataset's or the table's `update_priority`, or else to
+            `Table.add` (those without one rank highest); if steps have priorities, their mean. ``"auto"`` keeps what
+            the sampler of the most recent dataset in any process draws most: the highest priorities for `Prioritized`
+            and `TopK`, the oldest for `Fifo`, else the newest. For uniform draws the choice makes no difference.
 
     Raises:
         CheckpointError: a path that is invalid, or not local (``s3://...``). SchemaError: other invalid values.
@@ -65,7 +64,7 @@ class Disk:
         return None if self.size is None else Tier(str(self.path), int(self.size))
 
     def exists(self) -> bool:
-        """Whether a table has been written there, so that `Table.recover` is to be used and not `Table.create`."""
+        """Whether a table has been written there: then use `Table.recover` instead of `Table.create`."""
         return os.path.lexists(os.path.join(self.path, _MANIFEST_NAME))
 
 

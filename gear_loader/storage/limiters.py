@@ -296,16 +296,16 @@ class MinSize(RateLimiter):
 
 
 class SampleToInsertRatio(RateLimiter):
-    """Keeps the number of rows sampled near `ratio` for each trajectory added, once the size is `min_size`.
+    """Keeps the number of rows sampled per trajectory added near `ratio`, once the table has `min_size` trajectories.
 
     Args:
         ratio: rows drawn for each trajectory added, above 0. With batches of 256 rows and ratio 4, the learner draws a
             batch for every 64 trajectories.
         min_size: below this size adding is never blocked and sampling always is, even after removals.
-        error_buffer: largest difference of ``inserted * ratio - sampled`` from ``min_size * ratio``, its value when
-            sampling begins, before adding or sampling waits; or the two bounds ``(min_diff, max_diff)``. The bounds are
-            at least ``2 * max(1, ratio)`` apart, so a single number is at least ``max(1, ratio)``; a batch of B rows
-            needs about ``(B + ratio) / 2`` (`check_batch`).
+        error_buffer: how far either side may run ahead: the largest difference of ``inserted * ratio - sampled`` from
+            ``min_size * ratio``, its value when sampling begins; or the two bounds ``(min_diff, max_diff)``. The bounds
+            are at least ``2 * max(1, ratio)`` apart, so a single number is at least ``max(1, ratio)``; a batch of B
+            rows needs about ``(B + ratio) / 2`` (`check_batch`).
 
     A thread that both adds and samples must not wait for itself. For example, with `max_diff` below ``min_size *
     ratio``, adding waits for a batch as soon as the size is `min_size`.

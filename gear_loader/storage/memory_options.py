@@ -14,31 +14,31 @@ from gear_loader.utils.checks import byte_count, flag, one_of
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of a table beyond its size: ``Table.create(..., memory=gear.Memory("20GiB", huge_pages=True))``.
+    """Options of a table's memory: ``Table.create(..., memory=gear.Memory("20GiB", huge_pages=True))``.
 
     Attributes:
-        size: bytes of the whole region, index included, an int or a text such as ``"20GiB"``; as many blocks as fit
-            into them. With `Table.create(device=)` bytes of the blocks alone, on the GPU. By default enough for
-            `max_steps` steps in `max_trajectories` trajectories of any lengths.
+        size: bytes of the whole region, index included: an int, or a text such as ``"20GiB"``. The table gets as many
+            blocks as fit. With ``Table.create(device=)`` the bytes of the blocks alone, on the GPU. By default enough
+            for `max_steps` steps in `max_trajectories` trajectories of any lengths.
         max_blocks: in place of `size`: number of blocks. For known lengths, `Table.required_blocks` gives the exact
             number and reserves less memory.
         mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
             default ``max_steps / max_trajectories``.
-        packed: whether the columns of less than 128 bytes a step lie together, step by step, in records, if there are
-            two or more; ``"auto"`` does. Then a step of all of them is read from one place, and a block is padded once
-            and not for each of them. A batch for a GPU reads whole records over the bus, also if it has few of their
-            columns. False gives every column its own blocks.
-        huge_pages: pages of 2 MiB, in which random rows are read 2 to 3 times as fast on the CPU, and which are
-            allocated and pinned faster. ``"auto"`` uses them where they can be had: for a private table where the
-            system allows ``MADV_HUGEPAGE``, for a named one on a tmpfs of Linux 6.1 or newer, or one that is mounted
-            with ``huge=advise``, ``within_size`` or ``always``. True is an error where they cannot be had. False does
+        packed: whether columns of less than 128 bytes a step are interleaved in records (an array of structs), if there
+            are two or more; ``"auto"`` does so. A step of all of them is then read from one place, and a block is
+            padded once instead of once a column. A batch for a GPU reads whole records over the bus, even if it has few
+            of their columns. False gives every column its own blocks.
+        huge_pages: whether to use pages of 2 MiB. The CPU reads random rows from them 2 to 3 times as fast, and they
+            are allocated and pinned faster. ``"auto"`` uses them where they are available: for a private table where
+            the system allows ``MADV_HUGEPAGE``, for a named one on a tmpfs of Linux 6.1 or newer, or one that is
+            mounted with ``huge=advise``, ``within_size`` or ``always``. True is an error where they are not. False does
             not ask for them. Where memory is fragmented, making them takes a second or two for each GB. A private table
             with them takes up to 2 MiB more for each column that is written. If ``$GEAR_LOADER_DIR`` is on a hugetlbfs
             of 2 MiB, named tables have no other pages.
         numa: NUMA node whose memory is used first; when it is full, the system uses others. ``"auto"`` takes that of
-            the current GPU if CUDA is initialised, else that of all GPUs of the machine if it is the same. None leaves
-            it to the system: the node of the thread that allocates a page, which is this one for a named table. On a
-            machine with one node there is nothing to choose.
+            the current GPU if CUDA is initialised, else the one that all GPUs of the machine share, if there is one.
+            None leaves it to the system, which takes the node of the thread that allocates a page (for a named table
+            the calling thread). On a machine with one node this has no effect.
         payload: bytes of the values of ragged columns, an int or a text; part of `size`, if that is given too. Tables
             with such columns need it. A trajectory takes 32 bytes more than its values, and up to 16 for each column;
             32 more for each gap between others that they are spread over. On eviction, a sixty-fourth of the steps

@@ -57,19 +57,18 @@ class Column:
         per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return.
             `Table.add` gets it as ``[*shape]``, `Writer.commit` as `trajectory`; batches have ``[B, *shape]`` of it. It
             is stored once, in the trajectory's first block.
-        final: whether trajectories may have one more value of this column after their last step: the observation that
-            follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never
-            an anchor.
+        final: whether a trajectory may have one more value of this column after its last step: the observation that
+            follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never an
+            anchor.
         cast: whether `Table.add`, `Table.extend` and `Writer.append` convert other dtypes, numbers and lists of them.
             They then take what numpy casts by its rule ``same_kind`` (float64 to float32, int64 to int32 or float32,
             but not floats to integers), of torch tensors too, with bfloat16 as a float; and integers in lists that the
             dtype holds. A number that overflows the dtype is an error. Stored with the table and its checkpoints.
-        late: whether the values follow after the trajectory was added, by `Table.fill`, once: a reward that a scorer
-            gives, advantages, log-probabilities of a reference model. `Table.add` and writers do not take the column.
-            A dataset that reads it draws only trajectories that have it.
-        mutable: whether `Table.set` may overwrite the values of steps: recurrent states, latents, targets that are
-            computed anew. The host gathers for datasets that read such a column, for a GPU too. `Shards` over NIXL
-            refuse it.
+        late: write-once: `Table.fill` writes the values, once, after the trajectory was added: a reward that a scorer
+            gives, advantages, log-probabilities of a reference model. `Table.add` and writers do not take the column. A
+            dataset that reads it draws only trajectories that have it.
+        mutable: whether `Table.set` may overwrite the values of steps: recurrent states, latents, recomputed targets.
+            Batches with such a column are gathered by the CPU, for a GPU too. `Shards` over NIXL refuse it.
         codec: a `Codec` or its name, ``"jpeg"``, ``"png"``, ``"webp"``, ``"zstd"``, ``"lz4"`` or ``"video"``: values
             are stored encoded, in the memory of ragged ones, and batches have them decoded. `Table.add` takes arrays
             ``[T, *shape]``, or a list with an array or encoded bytes for each step. Of a fixed shape batches have
@@ -267,9 +266,9 @@ class Window:
             steps end at the last position), ``"tail"`` at the tail (they start at the first). ``"edge"`` leaves it in
             place and repeats the first or the last step of the trajectory instead of zeros, as frame stacks do; it is
             False in the mask all the same.
-        column: the column that is read, where the key of the batch has another name. So one column can have several
+        column: the column to read, if it is not named like the key in the batch. So one column can have several
             windows: ``{"obs": Window(1), "next_obs": Window(1, 1, column="obs")}``.
-        squeeze: of a window of one step, leave out the dimension of the steps: ``[B, *shape]``, and a mask ``[B]``.
+        squeeze: for a window of one step: leave out the step dimension: ``[B, *shape]``, and a mask ``[B]``.
         dtype: dtype in the batch, by default the column's: values are converted as by ``Tensor.to``.
         scale: factor of the values: ``(column * scale).to(dtype)``, as PyTorch computes it: the product of integers is
             float32. Images: ``Window(1, dtype=torch.bfloat16, scale=1 / 255)``.

@@ -39,15 +39,15 @@ class TableStats:
         insert_wait, sample_wait: seconds that additions waited for space or the rate limiter, and draws for the rate
             limiter.
         disk: state of the copy on disk, of the table that this process created with `disk`; else None.
-        num_spilled: live trajectories that lie on disk only; see `Disk.size`.
+        num_spilled: live trajectories that are on disk only; see `Disk.size`.
         num_lost: trajectories removed because they could not be read from disk.
-        spilled_bytes: bytes of the steps of those that lie on disk only.
-        num_hits, num_misses: with a disk tier, rows of batches that were in memory, while some were on disk only, and
-            that were read from disk.
+        spilled_bytes: bytes of the steps of the trajectories on disk only.
+        num_hits, num_misses: rows of batches that were found in memory, and that were read from disk; both are counted
+            only while some trajectories are on disk only.
         miss_bytes, miss_seconds: bytes read for them, and the seconds it took.
         promoted_bytes: bytes of trajectories that were brought back into memory.
-        disk_wait: share of ten seconds during which batches were read from disk, of the process that waited most in the
-            last minute; from 0.7 on the disk is slower than the loop needs, and the text of the statistics says so.
+        disk_wait: share of the time that batches were read from disk, over ten seconds, in the process that waited most
+            in the last minute. From 0.7 on the disk is too slow for the loop, and ``str()`` says so.
     """
 
     num_trajectories: int
@@ -85,7 +85,7 @@ class TableStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the rows of batches that were in memory, while some were on disk only; NaN before the first."""
+        """``num_hits / (num_hits + num_misses)``; NaN before the first row."""
         rows = self.num_hits + self.num_misses
         return self.num_hits / rows if rows else math.nan
 

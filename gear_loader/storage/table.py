@@ -69,15 +69,15 @@ Trajectory = Mapping[str, Any]
 class Table:
     """Trajectories of uneven length, stored column by column in blocks of one memory region.
 
-    Created by `Table.create` or `Table.attach`. Several threads can write and read a table and, if it has a name,
-    several processes of one user on one machine (which must see each other's process ids). As a context manager it
-    closes itself. A named table pickles as a handle: unpickling attaches by name.
+    Made by `Table.create`, `Table.load` or `Table.attach`. Several threads can read and write it. A table with a name
+    is in shared memory: all processes of the same user on the same machine (and in the same PID namespace) can attach
+    to it, and unpickling it attaches by the name. As a context manager it closes itself.
 
-    A forked process shares a named table and has a copy of a private one as of the fork. It has no copy of a private
-    table whose pinning for a GPU had begun: every use of that raises PrivateTableError.
+    A forked process shares a named table, and has its own copy of a private one. If pinning a private table for a GPU
+    had begun before the fork, the child has no copy, and using it there raises PrivateTableError.
 
-    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host; and so do reads by the
-    CPU, of a table that lies on a GPU.
+    Calls do not wait for a GPU, except those that get CUDA tensors, which are copied to the host, and reads by the CPU
+    of a table in GPU memory.
     """
 
     def __init__(
@@ -123,49 +123,49 @@ class Table:
                 ``obs.image``, and ``ReplayDataset(output="nested")`` delivers it so.
             max_steps: largest number of steps, and so the longest possible trajectory.
             max_trajectories: largest number of trajectories.
-            block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
-                blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of records, and
-                of each column outside them, are padded to 128 bytes; 32 steps are the fewest without padding for 4
-                bytes a step.
-                ``"auto"`` takes those that waste least of both, and of the index, if lengths are geometric.
-            memory: bytes of the whole region, index included, an int or a text such as ``"20GiB"``; or a `Memory`,
-                which also says how it lies there. By default enough for `max_steps` steps in `max_trajectories`
-                trajectories of any lengths.
+            block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps) blocks:
+                small blocks waste less at its end, large ones are read in longer pieces. A block of records, or of a
+                column outside them, is padded to a multiple of 128 bytes: 32 steps of 4 bytes need no padding.
+                ``"auto"`` wastes least, index included, if lengths are geometric.
+            memory: bytes of the whole region, index included: an int, or a text such as ``"20GiB"``; or a `Memory`,
+                which has more options. By default enough for `max_steps` steps in `max_trajectories` trajectories of
+                any lengths.
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
-                is in `/dev/shm`, or in the directory of the environment variable ``GEAR_LOADER_DIR`` at the import of
-                `gear_loader`: an absolute path on a tmpfs, the same in all processes. Without a name the table is
-                private memory, whose pages are allocated as they are written.
+                is in `/dev/shm`, or in the directory that the environment variable ``GEAR_LOADER_DIR`` names when
+                `gear_loader` is imported: an absolute path on a tmpfs, the same in all processes. Without a name the
+                table is private memory, whose pages are allocated as they are written.
             on_full: default policy of additions to a full table: ``"error"`` raises `TableFullError`;
                 ``"evict_oldest"`` evicts the oldest trajectories; ``"evict_lowest_priority"`` evicts those with the
-                lowest latest priority (from `add` or `ReplayDataset.update_priority`; ties in any order, those without
-                a priority last); ``"wait"`` waits until others free space.
+                lowest current priority (of `add` or `ReplayDataset.update_priority`; ties in any order, those without a
+                priority last); ``"wait"`` waits until others free space.
             rate_limiter: bounds sampling relative to adding: `MinSize`, `SampleToInsertRatio` or `Queue`. By default
                 no limit.
-            limits: `Limits`, when trajectories are removed although there is room. By default none.
-            timeout: seconds until a wait for space or the rate limiter through this handle times out; 60 by default.
-            if_exists: if a table of this name exists: ``"error"``; ``"attach"`` to it if its columns, sizes and rules
-                are the same, so that any process may come first, and a notebook cell can run twice; ``"replace"``
-                removes it first, and attached processes keep it until they close it.
-            disk: write the table to a disk in the background, `Disk.sync_seconds` after each commit at most, so that
-                `recover` brings it back after a crash of the machine. A thread of this process does it until `close`
-                or its end, also for what other processes add. Adding never waits for it; what is evicted before it was
-                written is not on disk. While the disk is full or fails, the table goes on, `stats` and the log say what
-                is not written, and it is caught up later. The directory must be empty or new; with
-                ``if_exists="attach"`` it may be that of the existing table, which one process writes at a time.
+            limits: `Limits`: rules that remove trajectories although there is room. By default none.
+            timeout: seconds that calls through this handle wait for space or for the rate limiter; 60 by default.
+            if_exists: what to do if a table of this name exists: ``"error"`` raises; ``"attach"`` attaches to it if its
+                columns, sizes and rules are the same, so any process may be the first, and a notebook cell can be run
+                again; ``"replace"`` removes it first (attached processes keep the old table until they close it).
+            disk: a `Disk` to which the table is written in the background, at most `Disk.sync_seconds` after each
+                commit; `recover` restores it after a crash of the machine. A thread of this process writes until
+                `close` or the end of the process, also what other processes add. Adding never waits for it; a
+                trajectory that is evicted before it was written is never on disk. If the disk is full or fails, the
+                table goes on: `stats` and the log say what is not written, and it is written later. The directory must
+                be empty or new; with ``if_exists="attach"`` it may be that of the existing table, which one process
+                writes at a time.
 
-                With `Disk.size` trajectories beyond `memory` lie on the disk only; `max_steps` and `max_trajectories`
-                are limits of both together. Batches are the same as of a table that fits into memory: draws use the
-                index, which stays in memory. The thread of this process moves trajectories to disk ahead of need; if
-                it falls behind, or the disk does, additions wait, at most `timeout`. When what is on disk reaches
-                `Disk.size`, `on_full` decides: the evicting policies evict from the whole table, ``"error"`` raises. A
-                file system without space is an error with every policy but ``"wait"``, until it has. A trajectory
-                that cannot be read back is removed, logged and counted, and its batch is drawn once more. `Shards`
-                over NIXL refuse such a table. See docs/tiers.md.
-            device: a CUDA device, in whose memory the blocks lie, while the index is host memory of this process: the
-                table is private, and `memory` are the bytes of the blocks. Batches for this device are gathered there;
-                what the CPU reads (batches, `gather`, ``table[i]``, `save`) is copied, and waits for the GPU. Written
-                by ``writers(n, device=...)``, `add` and `extend`. Goes with none of `name`, `disk`, late, mutable and
-                ragged columns, and versions of a policy. By default all is in host memory. See docs/gpu.md.
+                With `Disk.size` trajectories that do not fit into `memory` are on disk only; `max_steps` and
+                `max_trajectories` limit memory and disk together. Batches are the same as if everything fitted: draws
+                use the index, which stays in memory. The thread moves trajectories to disk ahead of need; if it or the
+                disk falls behind, additions wait, at most `timeout`. When the disk holds `Disk.size`, `on_full`
+                decides: the evicting policies evict from the whole table, ``"error"`` raises. A full file system is an
+                error, except with ``"wait"``, which waits for space. A trajectory that cannot be read back is removed,
+                logged and counted, and its batch is drawn again. `Shards` over NIXL refuse such a table. See
+                docs/tiers.md.
+            device: a CUDA device whose memory holds the blocks; the index stays in host memory. The table is private,
+                and `memory` is that of the blocks. Batches for this device are gathered there; what the CPU reads
+                (batches, `gather`, ``table[i]``, `save`) is copied, which waits for the GPU. Written by
+                ``writers(n, device=...)``, `add` and `extend`. Not with `name`, `disk`, late, mutable or ragged
+                columns, or versions of a policy. By default everything is in host memory. See docs/gpu.md.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
@@ -292,11 +292,10 @@ class Table:
         previous checkpoint stays valid until the new one is complete on disk. A checkpoint of the same schema but of
         another table is replaced; a table loaded from the directory continues its checkpoint.
 
-        Writers of a full table wait for the last part of the save, at most 128 MiB unless they are as fast as the
-        disk.
+        Writers of a full table wait while the last part is saved: at most 128 MiB, unless they are as fast as the disk.
 
-        Into the directory of `create(disk=)`, this process writes what is not there yet and waits for the disk; other
-        processes cannot. Other directories do not matter to it.
+        If `path` is the directory of ``create(disk=)``, the process that writes it writes what is missing there and
+        waits for the disk; other processes cannot save into it.
 
         The columns are ``.npy`` files of whole trajectories one after another, the index has a record a trajectory with
         sequence number, length, priority, times sampled, time, id and place, and ``manifest.json`` holds rules,
@@ -397,13 +396,13 @@ class Table:
     ) -> Table:
         """Create a table from what `create(disk=)` has written last, and go on writing into the same directory.
 
-        Everything is as `load` restores it, with priorities and times sampled as of the last write. If a file of the
-        last write is damaged, which a sound disk does not let happen, the write before it is taken, and the log says
-        so.
+        Restores the same as `load`, with the priorities and times sampled of the last write. If a file of the last
+        write is damaged (which needs a faulty disk), the write before it is taken, and the log says so.
 
         Args:
             disk: the directory, or a `Disk` with it and options; also a directory written by `save`. With `Disk.size`
-                trajectories beyond the memory stay there, whatever the saved table was; without, all are loaded.
+                trajectories that do not fit into memory stay there, whatever the saved table was; without it, all are
+                loaded.
             schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, payload, on_full, progress: as
                 for `load`. With `Disk.size` the memory is by default that of the saved table.
             memory: in place of `max_blocks`, as for `create`.
@@ -436,11 +435,11 @@ class Table:
         """Pin the table's memory in this process, so that a GPU can read it; else the first dataset on a GPU does it.
 
         It takes about 0.1 s a GB, in a thread. With ``wait=False`` the table can be filled and read meanwhile: datasets
-        on a GPU begin with batches that the CPU gathers and copies, and change between two batches, which hold the
-        same rows either way. Draws by priority and batches over `Shards` wait until it is done. Closing the table stops
-        it. The logger ``gear_loader`` tells how long it took (level INFO).
+        on a GPU begin with batches that the CPU gathers and copies, and change to the GPU between two batches; the rows
+        are the same either way. Draws by priority and batches over `Shards` wait until it is done. Closing the table
+        stops it. The logger ``gear_loader`` tells how long it took (level INFO).
 
-        A private table is not in processes forked from here on, see the class.
+        Processes forked from now on have no copy of a private table; see the class.
 
         Args:
             device: CUDA device that reads the table; by default the current one.
@@ -822,13 +821,13 @@ class Table:
         stale: Literal["ignore", "error"] = "ignore",
         **columns: Any,
     ) -> int:
-        """Write columns with ``Column(late=True)`` of trajectories that are in the table, once.
+        """Write write-once columns, ``Column(late=True)``, of trajectories in the table.
 
         ``table.fill(index, generation=..., reward=rewards)``, or with the rows of a batch
         ``table.fill(batch, advantage=advantage)``. From then on datasets that read the column draw the trajectory, in
-        every process. All values are written or none, but those of trajectories that lie on disk only: these are
-        brought back into memory and filled piece by piece. Large values are copied without the table's lock; calls of
-        all processes follow one another.
+        every process. Either all values are written or none; only trajectories on disk are brought back into memory and
+        filled piece by piece. Large values are copied without the table's lock. Calls of different processes run one
+        after another.
 
         Args:
             index: index of a trajectory; int [n], indices of several; or a whole batch, which supplies generations too.
@@ -848,15 +847,15 @@ class Table:
             FilledError: a trajectory has the column already, or is given twice. Nothing was changed.
             SchemaError: a column that is not late, or values that do not fit. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
-            TableFullError: of a table with a disk tier: timed out waiting for room in memory. What is filled stays. Of
-                ragged columns: as `add`; nothing is filled.
+            TableFullError: with a disk tier: timed out waiting for room in memory. What is filled stays. Of ragged columns:
+                as `add`; nothing is filled.
             LockTimeoutError: timed out waiting for the lock, or as `add` for ragged columns.
         """
         self._engine.check_open()
         return fill_columns(self._engine, index, generation, columns, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
-        """The trajectories of which a write-once column is not filled, oldest first.
+        """The trajectories in which a write-once column is not filled, oldest first.
 
         Args:
             columns: names of write-once columns; all of them by default.
@@ -882,19 +881,18 @@ class Table:
         stale: Literal["ignore", "error"] = "ignore",
         **columns: Any,
     ) -> int:
-        """Overwrite values of columns with ``Column(mutable=True)``, of trajectories that grow too.
+        """Overwrite values of columns with ``Column(mutable=True)``, also in trajectories that are still growing.
 
         ``table.set(batch["index"], batch["anchor"], generation=batch["generation"], state=states)``.
 
-        A row of the call is seen whole or not at all: batches, `gather` and ``table[i]``, in this process or another,
-        have all columns of a row as they were before it or as they are after it. That is not so for two rows of a call.
-        Of rows with a step in common the last one counts. Each row is copied under the table's lock; calls of all
-        processes, and of `fill`, follow one another. A row is copied by way of a log behind the table's memory: what a
-        process that is killed, or interrupted, leaves half copied, the next one that uses the table completes.
-        Prefetched batches, and copies on a GPU, have the values of the time when they were gathered.
-        Trajectories that were cut with an overlap share the steps of whole blocks, and have copies of the others; those
-        that were on disk only share none. `save` and a `Disk` write trajectories that were changed again, as they are
-        at one moment each. Those that lie on disk only are brought back into memory.
+        Each row is atomic: batches, `gather` and ``table[i]``, in any process, have all columns of a row from before or
+        from after the call. Several rows of a call are not atomic together. If rows have a step in common, the last one
+        counts. Each row is copied under the table's lock; calls of all processes, and of `fill`, run one after another.
+        A log behind the table's memory lets the next process that uses the table complete a row which a killed or
+        interrupted process has left half copied. Prefetched batches, and copies on a GPU, keep the values that they
+        were gathered with. Trajectories that were cut with an overlap share whole blocks and have copies of other
+        common steps; those that were on disk only share none. `save` and a `Disk` write changed trajectories again,
+        each as it is at one moment. Trajectories on disk only are brought back into memory.
 
         Args:
             index: int [n], indices of trajectories, or one.
@@ -959,9 +957,9 @@ class Table:
     ) -> dict[str, Any]:
         """Copy rows that the caller chose, as `ReplayDataset` copies rows that it draws.
 
-        No trajectory that is evicted meanwhile is torn; one that grows may show more steps in later rows. Nothing is
-        counted as drawn, and the rate limiter is not asked. On the CPU, with as many threads as torch uses; no GPU is
-        waited for.
+        A trajectory that is evicted meanwhile is still read whole; one that grows may have more steps in later rows.
+        The rows do not count as drawn, and the rate limiter is not asked. Runs on the CPU, with as many threads as
+        torch uses, and waits for no GPU.
 
         Args:
             index: int [n], indices of trajectories, as `add` returns them, in any order, also several times.
@@ -1000,10 +998,10 @@ class Table:
         seed: int = 0,
         device: str | torch.device = "auto",
     ) -> dict[str, Any]:
-        """Draw one batch, uniformly: of single steps, or with `windows` of more steps of trajectories.
+        """Draw one batch uniformly: single steps, or trajectories if `windows` have more than one step.
 
-        For all else, as priorities and batches prepared ahead, make a `gear_loader.ReplayDataset`. The table keeps
-        one for each set of options, whose draws go on from call to call. Does not wait for the GPU.
+        For priorities, prefetching and everything else make a `gear_loader.ReplayDataset`. The table keeps a dataset
+        for each set of options, so calls continue one sequence of draws. Does not wait for the GPU.
 
         Args:
             batch_size: rows.
@@ -1094,16 +1092,17 @@ class Table:
     def clear(self) -> None:
         """Remove all trajectories that are live now, at once. Open writers are not affected.
 
-        Their memory is reused when the read tickets taken before have ended. Ids and sequence numbers go on.
+        Their memory is reused when batches that are reading it have finished. Ids and sequence numbers go on.
         """
         self._engine.index.clear()
 
     def stats(self) -> TableStats:
         """Counts, bytes and rates; see `TableStats`.
 
-        Logs if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more) and
-        other blocks would save a tenth, as `ReplayDataset` does when an epoch begins: once for a table over all its
-        processes, once in a process for tables of the same columns and blocks, and of several ranks on the first.
+        Logs a hint if more than a quarter of the resident bytes hold no steps and another `block_steps` would save a
+        tenth (tables with 1 MiB of steps or more), as `ReplayDataset` does at the start of an epoch. The hint comes
+        once for a table over all its processes, once in a process for tables of the same columns and blocks, and on the
+        first rank only.
         """
         return self._engine.stats()
 
@@ -1126,11 +1125,11 @@ class Table:
         generation: Sequence[int] | Array | torch.Tensor | None = None,
         stale: Literal["ignore", "error"] = "ignore",
     ) -> int:
-        """Set the priorities of trajectories, for all who draw from the table, in any process.
+        """Set the priorities of trajectories, for all datasets that draw from the table, in any process.
 
         Datasets that draw by priority use them from their next draw on; for those that draw single steps they are the
-        priorities of all steps of the trajectory. Of this and `ReplayDataset.update_priority` the later one counts.
-        Eviction by the lowest priority, checkpoints and datasets that are made later see them too.
+        priorities of all steps of the trajectory. Of this and `ReplayDataset.update_priority` the later call counts.
+        Eviction by the lowest priority, checkpoints and datasets that are made later use the new priorities too.
 
         Args:
             index: int [n], indices of trajectories. Of equal ones the last counts.

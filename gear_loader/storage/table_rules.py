@@ -20,16 +20,16 @@ _POLICIES = ("error", "evict_oldest", "evict_lowest_priority", "wait")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """When trajectories are removed although a table has room: ``limits=gear.Limits(max_times_sampled=4)``.
+    """Rules that remove trajectories although the table has room: ``limits=gear.Limits(max_times_sampled=4)``.
 
     Attributes:
         max_times_sampled: number of draws after which a trajectory is removed; None for no limit.
         max_age: seconds after which a trajectory is removed; None for no limit.
-        version: name of a column of int32 or int64 per trajectory that holds the version of the policy that made it,
-            compared with `Table.policy_version`; None for no such.
+        version: name of a column per trajectory, int32 or int64, that holds the version of the policy that made it; it
+            is compared with `Table.policy_version`. None for none.
         max_lag: largest difference of these versions: trajectories of older policies are removed, by
-            `Table.advance_version` or before the next draw, and counted (`TableStats.num_outdated`). Draws wait until
-            there are others, or `timeout`. None for no limit.
+            `Table.advance_version` or before the next draw, and counted (`TableStats.num_outdated`). If none are left,
+            draws wait for others, at most `timeout`. None for no limit.
 
     Raises:
         SchemaError: an invalid value.

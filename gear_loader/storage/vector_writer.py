@@ -28,9 +28,9 @@ _OPTIONS = ("done", "active", "priority", "final", "next")
 class VectorWriter:
     """Adds the trajectories of n environments, which take their steps at the same time.
 
-    Created by `Table.writers`, and by `writers` of a remote table. It behaves as n writers (`Writer`), but one call of
-    compiled code writes the rows of all environments into their blocks. It is for one thread. As a context manager it
-    commits all open trajectories at the end, or discards them if the block raises::
+    Created by `Table.writers`, and by `writers` of a remote table. It behaves like n writers (`Writer`), but one call
+    of compiled code writes the rows of all environments into their blocks. Use it in one thread. As a context manager
+    it commits all open trajectories at the end, or discards them if the block raises::
 
         with table.writers(envs.num_envs) as writer:
             observation, _ = envs.reset(seed=0)

@@ -27,8 +27,8 @@ class Writer:
     """Adds trajectories step by step: `append` steps, then `commit`.
 
     Created by `Table.writer`, and by `writer` of a remote table. Steps are written directly into the table's blocks and
-    are invisible until `commit`. A writer is for one thread; a table may have any number of writers in any number of
-    processes. If the process dies, the next allocation that needs space reclaims its uncommitted steps.
+    are invisible until `commit`. Use a writer in one thread; a table may have any number of writers in any number of
+    processes. If the process dies, its uncommitted steps are reclaimed when their space is needed.
 
     As a context manager it commits the steps appended since the last `commit`, or discards them if the block raises::
 
@@ -46,21 +46,20 @@ class Writer:
 
     **Each step at once.** With ``commit_every_step`` the trajectory in the table grows with every `append`. A learner
     can draw a step as soon as `append` has returned, and windows reach across all steps so far. The trajectory keeps
-    its index, and its place in the order of insertion; `commit` ends it, and so does the step after a whole chunk,
-    which begins the next one, with copies of their common steps. If the process dies, what was appended stays.
-    In a table with a disk tier a trajectory that waited long for its next step may have been moved to disk; that step
-    brings it back into memory first. If the trajectory is evicted or removed while it grows, the next step begins
-    another one.
+    its index, and its place in the order of insertion. `commit` ends it; so does the step after a whole chunk, which
+    begins the next chunk with copies of their common steps. If the process dies, the appended steps stay. In a table
+    with a disk tier, a trajectory that has waited long for its next step may be on disk; the step then brings it back
+    first. If the trajectory is evicted or removed while it grows, the next step begins another one.
 
     **Remote tables.** `append` copies steps into this process's memory, and never waits for the network while there is
-    room (see `spool_bytes` of `connect`). A thread sends them: of long trajectories a piece of 256 KiB whenever there
-    is one, so that `commit` has only the rest to send.
+    room (see `spool_bytes` of `connect`). A thread sends long trajectories in pieces of 256 KiB, so that `commit` has
+    only the rest to send.
 
     Attributes:
         priority: initial priority of chunks cut by `append`, and of trajectories that grow; None for the sampler's
             running maximum.
-        trajectory: values of the columns per trajectory, ``{name: [*shape]}``, of what is committed next, chunks too,
-            unless `commit` gets them; None at first. Of a trajectory that grows they are set before its first step.
+        trajectory: values of the columns per trajectory, ``{name: [*shape]}``, for the next commits, chunks too, unless
+            `commit` gets them; None at first. With `commit_every_step` set them before a trajectory's first step.
     """
 
     def __init__(self, sink: Sink, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:

@@ -195,7 +195,7 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert (entry.disk["misses"], entry.disk["spilled"]) == (misses, table._engine.num_spilled)
             line = f"{table._engine.num_spilled} trajectories in {tmp_path} only, {1 - misses / 160:.0%} of the rows"
             assert line in entry.disk["summary"]
-            assert line in str(doctor._tiers()[name])
+            assert line in str(doctor._of_tables(doctor._tier)[name])
             cells = top._disk_cells(top.read_file(region_path(name)), before)
             assert cells[:2] == (str(table._engine.num_spilled), f"{1 - misses / 160:.0%}")
 
@@ -210,7 +210,7 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert f"Batches of table {name!r} wait for the disk: " in said[0]
             assert "slow disk" in str(table.stats())
             assert 0 < table.stats().disk_wait <= 1
-            assert "; too slow: batches wait for it" in str(doctor._tiers()[name])
+            assert "; too slow: batches wait for it" in str(doctor._of_tables(doctor._tier)[name])
             monkeypatch.setattr(tier_reader, "_WINDOW_SECONDS", 1e9)
             assert doctor._memory()["slow_disks"][name] == table.stats().disk_wait
             counts = table._engine.index.arrays.tier_counts

@@ -94,8 +94,9 @@ def test_overload(model: Model) -> None:
     assert (batcher.stats.accepted, batcher.stats.refused, batcher.stats.served) == (4, 1, 4)
 
 
-def test_a_client_that_is_gone(model: Model) -> None:
-    with RequestBatcher(model, 100, max_wait=0) as batcher:
+@pytest.mark.parametrize("max_batch", [256, 1])  # of one: all clients of a batch are gone
+def test_a_client_that_is_gone(model: Model, max_batch: int) -> None:
+    with RequestBatcher(model, 100, max_batch=max_batch, max_wait=0) as batcher:
         blocked(model, batcher)
         gone, stays = batcher.submit([5]), batcher.submit([6])
         assert gone.cancel()
@@ -103,16 +104,6 @@ def test_a_client_that_is_gone(model: Model) -> None:
         assert stays.result(WAIT).item() == 36
     assert model.batches == [[0], [6]]
     assert (batcher.stats.cancelled, batcher.stats.served) == (1, 2)
-
-
-def test_all_clients_of_a_batch_are_gone(model: Model) -> None:
-    with RequestBatcher(model, 100, max_batch=1, max_wait=0) as batcher:
-        blocked(model, batcher)
-        gone, stays = batcher.submit([5]), batcher.submit([6])
-        assert gone.cancel()
-        model.go.set()
-        assert stays.result(WAIT).item() == 36
-    assert model.batches == [[0], [6]]
 
 
 def test_an_error_reaches_those_it_concerns(model: Model) -> None:

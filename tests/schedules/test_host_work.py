@@ -287,18 +287,21 @@ def test_rows_of_a_vector_environment_on_the_gpu_are_copied_in_one_piece_a_colum
     cuda.check()
 
 
-def test_a_batch_over_shards() -> None:
-    """One copy for the rows of this node, one for the keys, one for each part from another node."""
+def over_shards(remote: tuple[int, ...], packed: tuple[bool, ...], **options: Any) -> dict[str, float]:
+    """Counts a batch, of three tables; those of `remote` are of other nodes."""
     cuda = Cuda(0, "eager")
     tables: list[gear.Table] = []
     with cuda.installed():
-        tables += [filled(f"host-work-{shard}", shard, [20, 15, 10]) for shard in range(3)]
+        tables += [
+            filled(f"host-work-{shard}", shard, [20, 15, 10], packed=each)
+            for shard, each in enumerate(packed)
+        ]
         shards = Shards(tables)
-        peer: Any = PlayedPeer(tables[1], set())
-        shards._sources[1] = RemoteShard(peer, "played", tables[0].schema)
-        data = gear.ReplayDataset(
-            shards, batch_size=24, windows=gear.Window(5), device="cuda:1", prefetch=0, batches_per_epoch=30
-        )
+        for shard in remote:
+            peer: Any = PlayedPeer(tables[shard], set())
+            shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)
+        told = {"device": "cuda:1", "prefetch": 0, "batches_per_epoch": 30}
+        data = gear.ReplayDataset(shards, **nested({**told, **options}))
         found = work(cuda, data)
         del data
         gc.collect()
@@ -306,39 +309,21 @@ def test_a_batch_over_shards() -> None:
             table.unlink()
             table.close()
     cuda.check()
+    return found
+
+
+def test_a_batch_over_shards() -> None:
+    """One copy for the rows of this node, one for the keys, one for each part from another node."""
+    found = over_shards((1,), (False,) * 3, batch_size=24, windows=gear.Window(5))
     check(found, (3, 0), {"place": 1})
-    assert (
-        3 < found["gather"] <= 4
-    )  # the steps, and the values per trajectory, of each shard that was drawn from
+    # The steps, and the values per trajectory, of each shard that was drawn from.
+    assert 3 < found["gather"] <= 4
 
 
 @pytest.mark.parametrize("remote", [(), (1,), (1, 2)])
 def test_a_packed_batch_over_shards(remote: tuple[int, ...]) -> None:
     """One graph: a copy, a launch for the records of all tables, their split, and a launch for all other rows."""
-    cuda = Cuda(0, "eager")
-    tables: list[gear.Table] = []
-    with cuda.installed():
-        tables += [filled(f"host-work-{shard}", shard, [20, 15, 10], packed=shard != 2) for shard in range(3)]
-        shards = Shards(tables)
-        for shard in remote:
-            peer: Any = PlayedPeer(tables[shard], set())
-            shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)
-        data = gear.ReplayDataset(
-            shards,
-            batch_size=45,
-            windows=gear.Window(2),
-            layout="packed",
-            device="cuda:1",
-            prefetch=0,
-            batches_per_epoch=30,
-        )
-        found = work(cuda, data)
-        del data
-        gc.collect()
-        for table in tables:
-            table.unlink()
-            table.close()
-    cuda.check()
+    found = over_shards(remote, (True, True, False), batch_size=45, windows=gear.Window(2), layout="packed")
     check(found, (1, 0), {"replays": 1, "gather packed": 2, "split": 1, "place": 0, "clone": 0})
 
 

@@ -554,7 +554,7 @@ def test_a_sample_knows_of_updates_made_while_batches_are_prefetched(
     stands, go = held_back(monkeypatch, 2)
     iterator = iter(data)
     next(iterator)
-    assert stands.wait(10)
+    assert stands.wait(60)
     data.update_priority([5], [9.0])
     found = numbers_of(data.sample())
     go.set()
@@ -570,7 +570,7 @@ def test_updates_at_the_end_of_an_epoch_keep_their_order(
     stands, go = held_back(monkeypatch, 1)
     iterator = iter(data)
     next(iterator)
-    assert stands.wait(10)
+    assert stands.wait(60)
     assert data._buffers.active is not None
     entered, leave = threading.Event(), threading.Event()
 
@@ -581,7 +581,7 @@ def test_updates_at_the_end_of_an_epoch_keep_their_order(
     data._buffers.active.between(slow)
     data.update_priority([5], [9.0])
     go.set()
-    assert entered.wait(10)
+    assert entered.wait(60)
     data.update_priority([5], [4.0])
     leave.set()
     assert len(list(iterator)) == 1

@@ -154,15 +154,31 @@ def test_cut_headers_and_files() -> None:
 
 
 def test_headers_whose_text_makes_no_sense() -> None:
-    good: dict[str, Any] = {"schema": [["x", "float32", []]], "max_steps": 1, "max_trajectories": 1}
-    good |= {"block_steps": 1, "num_blocks": 1}
-    texts = ["", "{", "[]", "null", '{"schema":[]}']
-    for change in ({"schema": [["x", "float12", []]]}, {"schema": [["x", "float32", [-1]]]}, {"more": 1}):
-        texts.append(json.dumps({**good, **change}))
-    texts.append(json.dumps({name: value for name, value in good.items() if name != "num_blocks"}))
-    for text in texts:
-        with pytest.raises(RegionError, match=r"^it has a damaged header \(.*\). Remove it and create the"):
-            Layout.read(with_text(text.encode(), 4096), 4096, "it")
+    layout = layout_of()
+    good, size = json.loads(layout.header[64:]), layout.region_bytes
+    Layout.read(with_text(json.dumps(good).encode(), size), size, "it")
+    texts = {
+        "": "",
+        "{": "",
+        "[]": "expected a mapping with",
+        "null": "expected a mapping with",
+        '{"schema":[]}': "",
+    }
+    for name, value, said in (
+        *(("schema", [["x", *each]], "") for each in (["float12", []], ["float32", [-1]])),
+        ("more", 1, "expected a mapping with"),
+        *(("num_blocks", value, "num_blocks is") for value in (0, 1.0, True, None, 1 << 62)),
+        *(("payload", value, "payload is") for value in (-128, 1, 129, "0", 128.0, 1 << 62)),
+        *((name, 0, f"{name} is 0; expected True or False") for name in ("packed", "prefixes")),
+        ("rules", [], "rules are"),
+        ("tier", 1, ""),
+    ):
+        texts[json.dumps({**good, name: value})] = said
+    texts[json.dumps({name: value for name, value in good.items() if name != "num_blocks"})] = "with"
+    for text, said in texts.items():
+        message = rf"^it has a damaged header \(.*{said}.*\). Remove it and create the"
+        with pytest.raises(RegionError, match=message):
+            Layout.read(with_text(text.encode(), size), size, "it")
 
 
 def test_large_headers() -> None:

@@ -354,7 +354,7 @@ def test_closing_while_another_thread_writes() -> None:
 
         def slow(self: Engine, *args: Any) -> None:
             entered.set()
-            closed.wait(10)
+            closed.wait(60)
             genuine(self, *args)
 
         def work() -> None:
@@ -367,7 +367,7 @@ def test_closing_while_another_thread_writes() -> None:
         table._engine._write = slow.__get__(table._engine)  # type: ignore[method-assign]
         thread = threading.Thread(target=work)
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
         table.close()
         closed.set()
         thread.join()

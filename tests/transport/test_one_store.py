@@ -210,10 +210,8 @@ def test_one_connection_does_not_take_the_turns_of_others(
     with server.proven() as busy, server.proven() as other:
         many = b"".join(stored(table, i, 1, i + 1) for i in range(300))
         stands, stop = threading.Event(), threading.Event()
-        server.loop.soon(
-            lambda: (stands.set(), stop.wait(PATIENCE))
-        )  # both have sent all when the server reads
-        assert stands.wait(PATIENCE)
+        server.loop.soon(lambda: (stands.set(), stop.wait(PATIENCE)))
+        assert stands.wait(PATIENCE)  # both have sent all when the server reads
         busy.socket.sendall(many)
         other.socket.sendall(stored(table, 999, 1))
         time.sleep(0.1)

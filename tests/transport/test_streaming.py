@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -83,23 +83,6 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.parametrize("options", CHUNKS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_remote_writers_store_what_writers_store(options: dict[str, int], seed: int) -> None:
-    sizes = {"max_steps": 4000, "max_trajectories": 300}
-    with (
-        named(COLUMNS, **sizes) as local,
-        named(COLUMNS, **sizes) as table,
-        serving(str(table.name)) as server,
-    ):
-        write_at_random(local, random.Random(seed), **options)
-        with gear.connect(url_of(server.address, table), secret=SECRET) as remote:
-            write_at_random(remote, random.Random(seed), **options)
-        assert contents(table) == contents(local)
-        assert server.server.resources.open_parts.size == 0
-        table.check_valid()
-
-
 def test_no_vector_writer_is_made_for_more_environments_than_there_is_memory_for() -> None:
     with (
         named(COLUMNS, max_steps=100, max_trajectories=10) as table,
@@ -111,6 +94,7 @@ def test_no_vector_writer_is_made_for_more_environments_than_there_is_memory_for
 
 
 def write_vectors_at_random(table: Any, chance: random.Random, **options: Any) -> None:
+    may_end = "chunk_steps" not in options or "overlap_steps" in options
     with table.writers(3, **options) as writer:
         writer.trajectory = {"goal": torch.arange(6).reshape(3, 2).float()}
         for number in range(60):
@@ -120,7 +104,7 @@ def write_vectors_at_random(table: Any, chance: random.Random, **options: Any) -
             }
             done = np.array([chance.random() < 0.15 for _ in range(3)])
             active = np.array([chance.random() < 0.8 for _ in range(3)])
-            final = {"obs": torch.full((3, 3), -1.0 - number)} if chance.random() < 0.5 else None
+            final = {"obs": torch.full((3, 3), -1.0 - number)} if may_end and chance.random() < 0.5 else None
             if final is not None and chance.random() < 0.5:  # as Gymnasium has it: None where nothing ended
                 final = {"obs": [final["obs"][i] if done[i] else None for i in range(3)]}
             given = {"done": done, "active": active if chance.random() < 0.5 else None, "final": final}
@@ -131,21 +115,23 @@ def write_vectors_at_random(table: Any, chance: random.Random, **options: Any) -
                 writer.commit(np.array([False, True, False]))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"chunk_steps": 6, "overlap_steps": 2}, {"chunk_steps": 9, "overlap_steps": 5}], ids=str
-)
+@pytest.mark.parametrize("write", [write_at_random, write_vectors_at_random])
+@pytest.mark.parametrize("options", CHUNKS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_remote_vector_writers_store_what_vector_writers_store(options: dict[str, int], seed: int) -> None:
+def test_remote_writers_store_what_writers_store(
+    write: Callable[..., None], options: dict[str, int], seed: int
+) -> None:
     sizes = {"max_steps": 4000, "max_trajectories": 300}
     with (
         named(COLUMNS, **sizes) as local,
         named(COLUMNS, **sizes) as table,
         serving(str(table.name)) as server,
     ):
-        write_vectors_at_random(local, random.Random(seed), **options)
+        write(local, random.Random(seed), **options)
         with gear.connect(url_of(server.address, table), secret=SECRET) as remote:
-            write_vectors_at_random(remote, random.Random(seed), **options)
+            write(remote, random.Random(seed), **options)
         assert contents(table) == contents(local)
+        assert server.server.resources.open_parts.size == 0
         table.check_valid()
 
 

@@ -31,7 +31,7 @@ def test_a_future_that_was_waited_for_has_its_result_set_after_an_exception_at_a
         error = interrupt_at(wait, number)
         setting = threading.Thread(target=future.set_result, args=(number,), daemon=True)
         setting.start()
-        setting.join(10)
+        setting.join(60)
         assert not setting.is_alive(), f"opcode {number}: {error}"
         assert future.result(0) == number
         if error is None:
@@ -50,14 +50,14 @@ def test_an_event_wakes_threads_and_is_set_again_after_an_exception_at_any_opcod
 
         def wait(event: Event = event, began: threading.Event = began) -> None:
             began.set()
-            event.wait(30)
+            event.wait(120)
 
         waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
         began.wait()
         error = interrupt_at(event.set, number)
         event.set()
-        waiting.join(10)
+        waiting.join(60)
         assert not waiting.is_alive(), f"opcode {number}: {error}"
         assert event.is_set()
         assert event.wait(0)

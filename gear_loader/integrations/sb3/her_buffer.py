@@ -26,13 +26,13 @@ _ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
 class HerReplayBuffer(DictReplayBuffer, _HerReplayBuffer):
     """Drop-in for `stable_baselines3.HerReplayBuffer` (Andrychowicz et al., 2017), of goal environments.
 
-    As `DictReplayBuffer`, but a part of each batch, ``n_sampled_goal / (n_sampled_goal + 1)``, gets as its desired goal
-    one that its episode achieved, with the reward that the environment's ``compute_reward`` gives for it. From the same
-    seed it samples the same batches as SB3's buffer. Episodes that have not ended, and those of which transitions have
-    been overwritten, are not sampled. A draw takes no time that grows with `buffer_size`.
+    Like `DictReplayBuffer`, but in a share of each batch, ``n_sampled_goal / (n_sampled_goal + 1)``, the desired goal
+    is replaced by one that the episode achieved, and the reward by that of the environment's ``compute_reward``. From
+    the same seed it samples the same batches as SB3's buffer. Episodes that have not ended, or that are partly
+    overwritten, are not sampled. The time of a draw does not grow with `buffer_size`.
 
     Args:
-        env: the environments, of which the first computes rewards. SB3's algorithms pass it.
+        env: the environments; the first one computes rewards. SB3's algorithms pass it.
         n_sampled_goal: transitions with another goal for each one with its own.
         goal_selection_strategy: ``"future"`` (a step from the transition on), ``"episode"`` or ``"final"``.
         copy_info_dict: whether ``compute_reward`` gets copies of the infos; else empty dicts.

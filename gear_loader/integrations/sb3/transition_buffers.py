@@ -52,9 +52,9 @@ class ReplayBuffer(_ReplayBuffer):
     ``reward``, ``terminated`` and ``truncated``. `sample`, and other readers of the table, see a transition as soon as
     `add` has returned. Only this buffer may add to the table or remove from it.
 
-    With `optimize_memory_usage` observations are stored once: no column ``next_observation``; the last next observation
-    is the final step of ``observation``. Unlike SB3's buffer it takes `handle_timeout_termination` as well, and returns
-    the true next observation at the end of every episode.
+    With `optimize_memory_usage` each observation is stored once: there is no column ``next_observation``, and the last
+    next observation is the final step of ``observation``. Unlike in SB3's buffer this works together with
+    `handle_timeout_termination`, and the next observation is right at the end of every episode.
 
     The buffer holds `buffer_size` transitions where episodes have at least 16 steps on average. If shorter ones fill
     the table, the oldest are removed early; `size` tells how many remain.
@@ -62,12 +62,13 @@ class ReplayBuffer(_ReplayBuffer):
     Args:
         buffer_size: transitions of all environments together.
         observation_space: a space that is not a Dict. action_space: any that SB3 supports.
-        device: where `sample` puts its batches. A GPU reads them out of the table itself.
+        device: device of the batches. A GPU reads them from the table directly.
         n_envs: number of environments.
         optimize_memory_usage: see above.
         handle_timeout_termination: an episode that ended by ``TimeLimit.truncated`` in its info does not count as done
             in batches.
-        copy: a batch stays as it is while anything refers to it, as SB3's do; else until two more have been sampled.
+        copy: whether a batch keeps its values while anything refers to it, as in SB3; if False, until two more are
+            sampled.
         name: name of the table, by which other processes attach to read it; None for private memory.
         n_steps: steps of the returns in batches, as SB3's NStepReplayBuffer computes them; 1 for single rewards.
         gamma: discount of a step, for `n_steps` above 1. SB3 gives both to a buffer of its own only, so pass them:
