@@ -239,7 +239,7 @@ def show_live(
         ),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between displays.")] = 1.0,
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many displays.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="End after this number of displays.")] = None,
     secret_file: Annotated[
         str | None, typer.Option(help="The servers' secret; by default that of GEAR_LOADER_SECRET.")
     ] = None,
@@ -379,7 +379,7 @@ def serve_tables(
         str | None,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Serve statistics for Prometheus at http://HOST:PORT/metrics, unencrypted and to everybody who can "
+            help="Serve statistics for Prometheus at http://HOST:PORT/metrics, unencrypted and to everyone who can "
             "reach it; the host is 127.0.0.1 by default.",
         ),
     ] = None,

@@ -26,7 +26,7 @@ Schedule = Callable[[int], Mapping[str, float]]
 
 
 class Mixture(IterableDataset[Batch]):
-    """Batches with rows of several datasets, in given shares: offline data and online data, say.
+    """Batches with rows of several datasets in given shares, for example offline and online data.
 
     ``Mixture({"offline": (a, 0.5), "online": (b, 0.5)}, batch_size=256)``. Each dataset draws its rows by its own
     sampler. A batch has their rows one after another, in the order of the mapping, and ``source``, int64 ``[B]``: the
@@ -176,7 +176,7 @@ class Mixture(IterableDataset[Batch]):
             self._position.end(epoch)
 
     def sample(self) -> Batch:
-        """Draw one batch, outside of any epoch: batch number 0, 1, ... of a stream of its own, with its own shares.
+        """Draw one batch outside of any epoch: batch number 0, 1, ... of a stream with separately counted shares.
 
         Raises:
             As `ReplayDataset.sample`, of the datasets.

@@ -23,13 +23,13 @@ from gear_loader.utils.device_option import check_device
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """How batches are prepared ahead and how long their memory is kept: ``prefetch=gear.Prefetch(2, copy=True)``.
+    """How many batches are prepared ahead, and how long their memory is kept: ``prefetch=gear.Prefetch(2, copy=True)``.
 
     Attributes:
         batches: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
         keep: batches after which memory is reused; at least 1. See the validity of a batch in `ReplayDataset`.
-        copy: whether each batch lies in new memory: None where references to earlier ones require it; True always,
-            which costs a copy within GPU memory and on the CPU an allocation per batch; False never.
+        copy: whether each batch gets new memory: None only if references to earlier ones require it; True always, which
+            costs a copy within GPU memory, or on the CPU an allocation per batch; False never.
 
     Raises:
         SchemaError: an invalid value.
@@ -55,8 +55,8 @@ class Gpu:
 
     Attributes:
         device: as `device` of `ReplayDataset`.
-        programs: programs of the gather kernel's grid, each with a multiprocessor; by default 8, or 16 where
-            steps are no whole words of 4 bytes, which fill the bus; see docs/gpu.md.
+        programs: programs of the gather kernel, each of which occupies a multiprocessor; by default 8, or 16 if the
+            size of a step is not a multiple of 4 bytes, which fill the bus; see docs/gpu.md.
         stream_priority: of the side stream that prepares batches, as for `torch.cuda.Stream`: -1 gives its kernels the
             next free multiprocessors, before blocks of training kernels that are queued already. Beside products of
             matrices and a transformer on a H100 it made no difference.
@@ -86,20 +86,20 @@ class Draws:
     Attributes:
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A sampler with ``unit="step"``
             chooses the anchors itself.
-        complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included; of
-            an `NStep` with `next`, that a step follows, so that every row has the observation to bootstrap from, as a
-            window of the next step has. So the last step of a trajectory without a final one is left out, also if it
-            terminates. A trajectory that has no such anchor is never drawn; `ReplayDataset.stats` counts them.
+        complete: draw only anchors whose windows are wholly inside the trajectory, its final step included. An `NStep`
+            with `next` needs a following step, so that every row has an observation to bootstrap from; the last step of
+            a trajectory without a final step is therefore left out, even if it terminates. A trajectory that has no
+            such anchor is never drawn; `ReplayDataset.stats` counts them.
         stride: draw sequences: only the anchors 0, `stride`, 2 * `stride`, ... of each trajectory, up to the first one
             whose windows reach the trajectory's end. With `complete`, each `stride`-th of the complete anchors. Needs a
-            sampler with ``unit="step"``, which is the default then; one that draws by priority a table whose
+            sampler with ``unit="step"``, which is then the default. Drawing by priority needs a table whose
             `block_steps` is at most the stride. Without `complete`, an anchor needs in columns with final steps as many
             steps more as their windows are longer than others: ``{"obs": Window(9), "action": Window(8)}`` draws no
             sequence without its second observation.
         subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
             trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
             to split training and validation.
-        drop_last: without replacement: skip a last batch that is not full (over `Shards`: on all ranks).
+        drop_last: without replacement: skip the last batch if it is not full (over `Shards`: on all ranks).
         sample_info: whether batches carry ``sample_info``. Draws are counted by such datasets, and by all if the table
             has `max_times_sampled`; then, on a GPU, the host draws by priority.
         rate_limited: wait for the table's rate limiter and count for it. False for validation.
@@ -133,19 +133,19 @@ class Ranks:
     """How ranks share the batches: ``ranks=gear.Ranks("local")``.
 
     Attributes:
-        scope: of `Shards`: ``"global"`` draws the same batch over all shards on every rank, `world_size` times as large
-            as in one process, and each rank gets its slice; ``"local"`` draws from this rank's shard alone,
+        scope: with `Shards`: ``"global"`` draws the same batch over all shards on every rank, `world_size` times as
+            large as in one process, and each rank gets its slice; ``"local"`` draws from this rank's shard alone,
             communicates only at the start of an iteration, and corrects importance weights for the shard's share of all
             priorities at that time.
         rank, world_size: without `Shards`: by default those of `torch.distributed` if it is initialised, else 0 of 1.
-        balance: with packed batches over all `Shards`: how rows are dealt to ranks. ``"steps"``: all ranks have about
-            as many steps, ``"squares"``: as large sums of the squares of their rows' lengths, as where attention
-            dominates; each rank has `batch_size` rows, or with `Steps` as many batches. None: slices of the batch; with
-            `Steps` as ``"steps"``.
-        micro_batches: with `Steps` over all `Shards`: batches of each rank that are one training step. They are
-            planned together, and dealt so that the ranks' work in the step is about equal: see `balance`. An epoch's
-            last step has fewer if there are not as many; batches are split so that all ranks have the same number, or
-            if they cannot be, because each has one row, the shortest repeat.
+        balance: with packed batches over all `Shards`: how rows are distributed to ranks. ``"steps"``: about equal
+            numbers of steps; ``"squares"``: about equal sums of squared row lengths, for models dominated by attention.
+            Each rank has `batch_size` rows, or with `Steps` the same number of batches. None: slices of the batch; with
+            `Steps` the same as ``"steps"``.
+        micro_batches: with `Steps` over all `Shards`: batches of each rank that are one training step. They are planned
+            together and distributed so that the ranks' work in the step is about equal: see `balance`. The last step of
+            an epoch may have fewer; batches are split so that all ranks have the same number, and if each has only one
+            row, the shortest repeat.
 
     Raises:
         SchemaError: an invalid value.

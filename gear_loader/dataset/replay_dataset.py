@@ -62,7 +62,7 @@ _ALL_DRAWS = 1 << 30  # history of a selection that is told which draws to forge
 
 
 class ReplayDataset(IterableDataset[Batch]):
-    """Draws batches of windows from a table, which may be written meanwhile; a PyTorch `IterableDataset`.
+    """Draws batches of windows from a table, also while it is written; a PyTorch `IterableDataset`.
 
     Iterate it directly or through ``DataLoader(dataset, batch_size=None)``; or call `sample`. A batch is a dict:
 
@@ -86,15 +86,14 @@ class ReplayDataset(IterableDataset[Batch]):
     ================= ===============================================================================
 
     **Validity of a batch:** a batch does not change as long as anything refers to it: its tensors, slices of them,
-    numpy arrays over them, autograd. Its memory is reused after that, when `Prefetch.keep` more batches have been
+    numpy arrays over them, autograd. After that its memory is reused, when `Prefetch.keep` more batches have been
     requested from the same iterator or the next one (2 by default: the batch in use and one that a trainer fetched
-    ahead); until it can be, others take its place. (On the CPU, tensors of up to 4 KiB and one dtype share an
-    allocation of 4 KiB, which one that is kept keeps.) What has only an address (``data_ptr()``) is no reference. On a
-    GPU a reference must also outlast the launch of the last kernel that reads the batch, as everywhere in PyTorch. With
-    `Prefetch`, ``copy=False`` saves counting the references and making tensors, some microseconds a batch: then a batch
-    is valid until `keep` more have been requested, whatever refers to it, and must not be sent to another process.
-    ``copy=True`` delivers each batch in new memory: on a GPU a copy that the GPU makes without the host waiting.
-    `DataLoader` workers always do.
+    ahead). (On the CPU, tensors of up to 4 KiB and one dtype share an allocation of 4 KiB, which is kept as long as one
+    of them.) A bare address (``data_ptr()``) is no reference. On a GPU a reference must also outlast the launch of the
+    last kernel that reads the batch, as everywhere in PyTorch. ``Prefetch(copy=False)`` saves some microseconds a
+    batch, because references are not counted: a batch is then valid until `keep` more have been requested, whatever
+    refers to it, and must not be sent to another process. ``copy=True`` delivers each batch in new memory: on a GPU a
+    copy that the GPU makes without the host waiting. `DataLoader` workers always do.
 
     **Order:** batch number and seed determine every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
@@ -110,15 +109,15 @@ class ReplayDataset(IterableDataset[Batch]):
     Args:
         table: a `Table`, or `Shards`, the tables of all ranks as one. `DataLoader` workers attach to a table by name,
             so it needs one for them.
-        batch_size: rows of a batch on each rank; or `Steps`, the most steps of a batch.
+        batch_size: rows of a batch on each rank; or `Steps`, a limit on the steps of a batch (a token budget).
         windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
-            read. `Whole` in place of a `Window` for whole trajectories.
+            read. Use `Whole` in place of `Window` for whole trajectories.
         columns: with one window: the columns to read (all by default).
-        sampler: by default `Uniform()`, or where every window has one step ``Uniform(unit="step")``, unless an
-            anchor or `groups` are given. The logger `gear_loader` says once if by default the shorter half of the
-            trajectories, with half of the rows, has less than a quarter of the steps.
+        sampler: by default `Uniform()`; if every window has one step and neither an anchor nor `groups` are given,
+            ``Uniform(unit="step")``. With the default, the logger `gear_loader` says once if the shorter half of the
+            trajectories, which gets half of the rows, has less than a quarter of the steps.
         groups: `Groups` of trajectories that are drawn together.
-        draws: `Draws`, what is drawn and how it is counted.
+        draws: `Draws`: what is drawn and how it is counted.
         seed: seed of all draws.
         device: ``"auto"`` (the current GPU if there is one, else the CPU), a torch device, or a `Gpu` with the share of
             it that gathering takes.
@@ -127,22 +126,21 @@ class ReplayDataset(IterableDataset[Batch]):
         batches_per_epoch: length of an epoch on each rank; by default that of one pass, ceil(items / batch_size) over
             all ranks: items are trajectories, or steps if the sampler has ``unit="step"``. The logger `gear_loader`
             says once if such an epoch reads a small part of the table. ``math.inf`` never ends.
-        ranks: `Ranks`, how ranks share the batches.
+        ranks: `Ranks`: how ranks share the batches.
         output: ``"dict"``; ``"nested"``, in which a dot in a name is a level of nesting, ``batch["obs"]["image"]`` of
             the column ``obs.image``; or ``"tensordict"`` for a ``tensordict.TensorDict`` of batch size [B], nested too,
             for which `DataLoader` needs ``collate_fn=dataset.collate``.
         layout: ``"padded"``: columns of steps are ``[B, L, *shape]``; with `Whole` L is that of the longest row of the
-            batch, which is then copied from a packed one. ``"packed"``: rows lie one after another without padding, see
-            below. ``"tree"``: so they do, and steps that several rows of a batch begin with (`prefix` of `Table.add`)
-            lie in it once. ``"jagged"``: as packed, and shown as `torch.nested` tensors of layout `torch.jagged`,
-            without a copy.
+            batch, which is then copied from a packed one. ``"packed"``: rows one after another without padding, see
+            below. ``"tree"``: the same, but steps that several rows of a batch begin with (`prefix` of `Table.add`) are
+            in it once. ``"jagged"``: a packed batch as `torch.nested` tensors of layout `torch.jagged`, without a copy.
         transform: a function that takes a batch and returns it, or a sequence of them; `gear_loader.transforms` has
             some. See below.
 
     **Write-once columns** (`Column.late`): a dataset draws a trajectory only when the write-once columns that it reads
-    are filled. If nothing can be drawn (nothing is filled, no group is complete, or all is older than `max_lag`), a
-    draw waits until the timeout of the table, or of the Shards, then raises TableEmptyError. Over Shards each rank's
-    trainer fills columns of its own table (`Table.fill`), and advances its version.
+    are filled. If nothing can be drawn (nothing is filled, no group is complete, or everything is older than
+    `max_lag`), a draw waits for the timeout of the table or of the Shards, then raises TableEmptyError. Over Shards
+    each rank fills columns of its own table (`Table.fill`), and advances its version.
 
     **Packed batches** have no ``mask``, and
 
@@ -165,12 +163,12 @@ class ReplayDataset(IterableDataset[Batch]):
 
     **Transforms** are called with each batch when it is delivered, by the thread that asks for it, on the batch's
     device and, on a GPU, on the current stream; in a `DataLoader` worker by the worker. They get a `Batch` as described
-    here, before `output` and ``"jagged"`` change its form, and may change its tensors in place. What draws random
-    numbers from the `generator` that it asks for gives the same results after a resumption, on any device.
+    here, before `output` and ``"jagged"`` change its form, and may change its tensors in place. A transform that takes
+    its random numbers from an argument `generator` gives the same results after resuming, on any device.
 
     **Forked children:** an iterator belongs to the process that made it and raises `GearError` in a forked child.
-    `sample` and new iterators work there, except over `Shards`, and for priorities that the parent was changing during
-    the fork; both raise `GearError`. Spawned processes get their own dataset.
+    `sample` and new iterators work there. Two cases raise `GearError`: `Shards`, and priorities that the parent was
+    changing during the fork. Spawned processes get their own dataset.
 
     On a GPU the host does not wait from the draw to the batch; the consumer's stream waits for the side stream by an
     event. If the GPU fails during a gather, the next batch raises GpuError, and its read tickets and buffers stay
@@ -830,12 +828,12 @@ class ReplayDataset(IterableDataset[Batch]):
             stale: how to treat rows of removed trajectories: ``"ignore"`` skips and counts them (`num_stale`),
                 ``"error"`` changes nothing and raises.
 
-        Priorities are the dataset's, over `Shards` those of all ranks. If items are trajectories, a table with
-        ``on_full="evict_lowest_priority"`` gets them too; and where several ranks draw from one named table, all
-        datasets of the table, in any process, as by `Table.update_priority`: from their next draw on, so such batches
+        Priorities belong to the dataset; over `Shards`, to the datasets of all ranks. If items are trajectories, a
+        table with ``on_full="evict_lowest_priority"`` uses them too. If several ranks draw from one named table, all
+        its datasets in any process use them from their next draw on, as after `Table.update_priority`; batches then
         depend on when ranks call this (over `Shards` they do not), and the host draws.
 
-        The update affects all batches requested later, but not those already prefetched. If the GPU draws, CUDA tensors
+        The update affects batches that are drawn later, not those already prefetched. If the GPU draws, CUDA tensors
         stay there and nothing waits; the GPU then detects an invalid value, ignores the update, and a later call raises
         the error. Otherwise tensors are copied to the host.
 

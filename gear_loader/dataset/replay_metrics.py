@@ -35,7 +35,7 @@ _DRAWN = ("age", "age_seconds", "times_sampled")  # of a batch's sample_info
 
 
 class ReplayLogger:
-    """Logs metrics of what a training loop draws: how full the table is, rates, waits, ages, priorities::
+    """Logs metrics of a training loop's replay: how full the table is, rates, waits, ages, priorities::
 
         log = gear.ReplayLogger(buffer, SummaryWriter())        # or wandb.init(...), or any function (metrics, step)
         for step in range(100_000):
@@ -59,7 +59,7 @@ class ReplayLogger:
     ``insert_wait``               seconds per second that writers waited: 1 is one writer that only waited, or two that
                                   waited half of the time. A wait counts when it has ended.
     ``sample_wait``               seconds per second that samplers waited for the rate limiter
-    ``disk_trajectories``         of a table with a disk tier: trajectories that lie on disk only
+    ``disk_trajectories``         of a table with a disk tier: trajectories that are on disk only
     ``disk_hits``                 share of the rows that were in memory; omitted if none was drawn
     ``disk_read_bytes``           bytes read from disk per second
     ``disk_wait``                 seconds per second during which batches were read from disk

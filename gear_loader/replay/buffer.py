@@ -60,10 +60,10 @@ class ReplayBuffer:
         batch = buffer.sample(256)
 
     Observations, actions and other columns are arrays, or dicts, tuples, namedtuples and dataclasses of them; batches
-    are nested as they are. In the table the names are joined by dots: ``obs.camera``. The columns are inferred from the
-    first `add`, or from the spaces: Box, Discrete, MultiDiscrete, MultiBinary and Text, and Dict and Tuple of them. A
-    text is uint8 ``[max_length]`` in a batch, UTF-8 with zeros after it. Each observation is stored once: `next_obs` is
-    read from the step that follows, and at the end of an episode from its final step.
+    have the same nesting. In the table nested names are joined by dots: ``obs.camera``. The columns are inferred from
+    the first `add`, or from the spaces: Box, Discrete, MultiDiscrete, MultiBinary and Text, and Dict and Tuple of them.
+    A text is uint8 ``[max_length]`` in a batch: UTF-8, padded with zeros. Each observation is stored once: `next_obs`
+    is read from the following step, and at the end of an episode from its final step.
 
     A batch is a dict:
 
@@ -80,45 +80,46 @@ class ReplayBuffer:
 
     and ``index``, ``anchor``, ``generation``, which identify its rows, and ``priority_weight``; see `ReplayDataset`.
 
-    With `agents` all agents of a time step are one row, as PettingZoo's parallel environments give them. `add` takes
-    dicts by agent, without those that do not act. In a batch ``obs``, ``action``, ``reward``, ``next_obs`` and
-    ``discount`` are dicts of all agents, zeros for those that did not act, and ``active`` is a dict of bool ``[B]``,
-    False for these. Where one agent is truncated while others go on, returns of all end.
+    With `agents` a row has all agents of a time step, as in PettingZoo's parallel environments. `add` takes dicts by
+    agent, without the agents that do not act. In a batch ``obs``, ``action``, ``reward``, ``next_obs`` and ``discount``
+    are dicts of all agents, with zeros for those that did not act, and ``active`` is a dict of bool ``[B]``, False for
+    these. If one agent is truncated while others go on, the returns of all end there.
 
-    Each transition can be drawn when `add` has returned. A full buffer drops its oldest trajectory, which is an episode
-    or, of a longer one, a piece of at most 1,024 steps; so it holds nearly `capacity` transitions. With `hindsight`
+    Each transition can be drawn as soon as `add` has returned. A full buffer drops its oldest trajectory: an episode,
+    or a piece of at most 1,024 steps of a longer one; so it holds nearly `capacity` transitions. With `hindsight`
     episodes of up to ``capacity // (2 * num_envs)`` steps are kept and dropped whole.
 
     Args:
-        capacity: most transitions of all environments together.
-        n_step: most rewards of a return. gamma: discount of a step.
+        capacity: largest number of transitions, of all environments together.
+        n_step: largest number of rewards in a return. gamma: discount of a step.
         sampler: how rows are drawn, by default ``Uniform(unit="step")``: for example
             ``Prioritized(alpha=0.6, beta=0.4, unit="step")``.
-        batch_size: rows of a batch where `sample` is not told, and of iteration.
-        num_envs: number of environments n; by default that of the first `add`, whose rewards are a number or ``[n]``.
-        observation_space, action_space: of one environment (Gymnasium); with `num_envs`, `table` and `dataset` exist at
-            once then, else from the first `add` on.
-        agents: names of all agents, such as ``env.possible_agents``; then the spaces are dicts by agent too.
-        device: of batches: ``"auto"``, or a torch device.
-        name: of the table, by which other processes attach to it; None for private memory. The table outlives its
-            process, also one that is killed, until ``buffer.table.unlink()``.
-        if_exists: if a table of this name exists: ``"error"``; ``"attach"``: go on with it, if its columns and sizes
-            are the same; ``"replace"`` it.
+        batch_size: rows of a batch in iteration, and by default in `sample`.
+        num_envs: number of environments n; by default taken from the first `add`, whose rewards are a number or
+            ``[n]``.
+        observation_space, action_space: spaces of one environment (Gymnasium). With these and `num_envs`, `table` and
+            `dataset` exist at once, else from the first `add` on.
+        agents: names of all agents, such as ``env.possible_agents``; the spaces are then dicts by agent too.
+        device: device of the batches: ``"auto"`` (a GPU if there is one), or a torch device.
+        name: name of the table, by which other processes attach to it; None for private memory. A named table outlives
+            its process, even if that is killed, until ``buffer.table.unlink()``.
+        if_exists: what to do if a table of this name exists: ``"error"`` raises; ``"attach"`` continues with it, if its
+            columns and sizes are the same; ``"replace"`` removes it first.
         disk: a `Disk`, or a directory: the table is written there in the background; see `Table.create`. If a buffer
-            has been written there, by a process that has ended or crashed, this one goes on with it: `Table.recover`.
-        seed: of all draws.
-        hindsight: `Hindsight`: goals that were achieved take the place of desired ones.
-        transform: called with each of these batches; see `ReplayDataset` and `gear_loader.transforms`.
+            was written there by a process that has ended or crashed, this one continues with its data: `Table.recover`.
+        seed: seed of all draws.
+        hindsight: `Hindsight`: replaces desired goals by achieved ones.
+        transform: function that is called with each batch; see `ReplayDataset` and `gear_loader.transforms`.
 
     **If the process is killed**, another one can continue by ``if_exists="attach"``, with every transition whose `add`
     has returned (with `hindsight`, without `running`: every episode that has ended). With `disk` alone, the transitions
-    of the last `Disk.sync_seconds` are lost. A transition is there whole or not at all. Episodes that were running end
-    there, as if they had been truncated: their last observation is there to bootstrap from.
+    of the last `Disk.sync_seconds` are lost. Each transition is kept whole or not at all. Episodes that were running
+    count as truncated: their last observation is there to bootstrap from.
 
     Attributes:
-        table: the `Table`. dataset: the `ReplayDataset`, whose batches are these; for a `DataLoader`, say. Both are
-            None before the columns are known. Until the first of them is read, added rows may wait in memory of the
-            buffer until they are sampled, which makes `add` faster.
+        table: the `Table`. dataset: the `ReplayDataset` that draws the batches, for example for a `DataLoader`. Both
+            are None before the columns are known. Until either is first read, added rows may wait in the buffer's own
+            memory until they are sampled, which makes `add` faster.
 
     Raises:
         SchemaError: an invalid option. CheckpointError: the directory of `disk` cannot be used.
@@ -376,21 +377,21 @@ class ReplayBuffer:
     ) -> None:
         """Add one transition of the environment, or of each of n environments.
 
-        Values are numpy arrays, torch tensors of any device, numbers, or what has ``__array__`` or ``__dlpack__``, with
-        n in front if there are n environments. Float64 is stored as float32. If an environment's `obs` is not its last
-        `next_obs`, the episode before has ended there, as if it had been truncated. Waits for a GPU that holds a value.
+        Values are numpy arrays, torch tensors on any device, numbers, or objects with ``__array__`` or ``__dlpack__``;
+        with n environments the first dimension is n. Float64 is stored as float32. If an environment's `obs` is not its
+        last `next_obs`, the episode before counts as truncated there. Waits for a GPU that holds a value.
 
         Args:
-            obs, action, next_obs: the observation, what was done, and the observation that followed: the last one of
-                the episode where it ended, not the first of the next one.
+            obs, action, next_obs: the observation, the action, and the observation that followed: at the end of an
+                episode its last one, not the first of the next episode.
             reward: number, or [n]. terminated, truncated: bool, or bool [n].
             active: bool [n]: environments that took a step; the rows of others are ignored. By default all but those
                 that Gymnasium's vector environments only reset (autoreset mode NEXT_STEP): after an end, `obs` is the
                 last `next_obs`, the reward 0, and nothing ends.
             more: other columns, from the first call on.
 
-        With `agents` all of these are dicts by agent, but for other columns that are not. An agent acts if it has an
-        action, or as `active` says. It needs all of these, but no `next_obs` where it terminates.
+        With `agents` all arguments are dicts by agent; other columns need not be. An agent acts if it has an action, or
+        as `active` says. It needs all arguments, except `next_obs` where it terminates.
 
         Raises:
             SchemaError: a value does not fit the columns. Nothing was added.
@@ -466,7 +467,7 @@ class ReplayBuffer:
             raise
 
     def extend(self, transitions: Mapping[str, Any]) -> None:
-        """Add the transitions of the only environment in their order, together.
+        """Add several transitions in order; for a buffer with one environment.
 
         Args:
             transitions: the arguments of `add`, each ``[T, *shape]``.
@@ -524,7 +525,7 @@ class ReplayBuffer:
     def sample(self, n: int | None = None) -> Batch:
         """Draw `n` transitions, by default `batch_size`; see `ReplayBuffer`. Does not wait for the GPU.
 
-        Calls of several threads take turns; `add` is not to be called meanwhile.
+        Calls of several threads take turns. Do not call `add` at the same time.
 
         Raises:
             TableEmptyError: there is no transition that can be drawn.
@@ -586,14 +587,14 @@ class ReplayBuffer:
     # ---------------------------------------------------------------- states and files
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the draws; `save` keeps the transitions."""
+        """The state of the draws. (`save` stores the transitions.)"""
         self._flush()
         if self._dataset is None:
             return {} if self._waiting is None else self._waiting
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the draws of a state; that of an empty buffer, when the first transition is added."""
+        """Continue the draws of a state; in an empty buffer, from the first added transition on."""
         if self._dataset is None:
             self._waiting = dict(state) or None
         elif state:

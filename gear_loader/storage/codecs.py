@@ -26,16 +26,16 @@ _LEVELS = {"png": (0, 9), "zstd": (-7, 22), "lz4": (0, 16)}
 class Codec:
     """How the values of a column are encoded: ``Column(torch.uint8, (224, 224, 3), codec=Codec("jpeg", quality=85))``.
 
-    ========== ============================== ============================ ===================
-    name       values                         decoded values               package
-    ========== ============================== ============================ ===================
-    ``"jpeg"`` uint8 [h, w, 1 or 3]           close to those added (lossy) simplejpeg
-    ``"png"``  uint8 [h, w, 1, 3 or 4]        equal, bit for bit           Pillow
-    ``"webp"`` uint8 [h, w, 3 or 4]           equal; lossy with a quality  Pillow
-    ``"zstd"`` any dtype and shape            equal, bit for bit           zstandard
-    ``"lz4"``  any dtype and shape            equal, bit for bit           lz4
-    ``"video"`` uint8 [h, w, 3], h, w even    close to those added (lossy) av (PyAV)
-    ========== ============================== ============================ ===================
+    =========== ============================== ============================ ===================
+    name        values                         decoded values               package
+    =========== ============================== ============================ ===================
+    ``"jpeg"``  uint8 [h, w, 1 or 3]           close to those added (lossy) simplejpeg
+    ``"png"``   uint8 [h, w, 1, 3 or 4]        equal, bit for bit           Pillow
+    ``"webp"``  uint8 [h, w, 3 or 4]           equal; lossy with a quality  Pillow
+    ``"zstd"``  any dtype and shape            equal, bit for bit           zstandard
+    ``"lz4"``   any dtype and shape            equal, bit for bit           lz4
+    ``"video"`` uint8 [h, w, 3], h, w even     close to those added (lossy) av (PyAV)
+    =========== ============================== ============================ ===================
 
     ``"video"`` is H.264 over the steps of a trajectory, without references to later frames: a frame is decoded from the
     last key frame on, frames of one group that a batch delivers in one pass.

@@ -72,13 +72,13 @@ def connect(
             node this returns a `Table`, which has the same methods to add and more.
         secret: the server's secret. secret_file: a file that holds it and that only its owner can read. By default the
             environment variable ``GEAR_LOADER_SECRET``.
-        ca_file: with ``gears://``, a PEM file of the authorities that the server's certificate is accepted from, or of
-            that certificate itself; by default the system's authorities.
+        ca_file: with ``gears://``, a PEM file with the certificate authorities to trust, or with the server's
+            certificate; by default the system's authorities.
         timeout: seconds that a call waits for the server, restarts of the server and lost connections included.
-        spool_bytes: bytes of steps in this process from which on writers wait for the server to store what is
-            committed.
-        max_in_flight: number of committed trajectories that the server has not confirmed from which on writers wait at
-            the beginning of the next one; by default `spool_bytes` alone counts.
+        spool_bytes: largest number of bytes of steps that this process buffers; beyond it writers wait until the server
+            has stored committed trajectories.
+        max_in_flight: largest number of committed trajectories that the server has not confirmed; beyond it writers
+            wait before the next trajectory. By default only `spool_bytes` limits.
 
     Raises:
         TransportError: an invalid address, or the server does not answer. HandshakeError: another secret or version, or
@@ -142,11 +142,12 @@ class RemoteTable:
     """A table of a server, to which trajectories are added as to a `Table`; made by `connect`.
 
     `add` and `extend` return when the trajectories can be drawn. Writers do not wait for the network: a thread sends
-    what they have committed. Each trajectory is stored exactly once, though connections are lost and the server is
-    killed and started again: what the server has not confirmed is sent again, and recognised by its id. A trajectory
-    that was evicted while its confirmation was lost, by a server that was killed too, is stored again.
+    what they have committed. Each trajectory is stored exactly once, even if connections are lost, or the server is
+    killed and started again: what the server has not confirmed is sent again, and recognised by its id. The one
+    exception: if a trajectory is evicted before its confirmation arrives, and the server is killed too, it is stored
+    again.
 
-    It is for one process; its methods may be called by several threads.
+    Use it in one process; several threads may call its methods.
 
     Attributes:
         name: of the table. url: of the table. schema: its columns. longest: steps of the longest trajectory it holds.
@@ -290,7 +291,7 @@ class RemoteTable:
         stale: Literal["ignore", "error"] = "ignore",
         **columns: Any,
     ) -> int:
-        """Write columns with ``Column(late=True)`` of trajectories in the server's table, once; see `Table.fill`.
+        """Write write-once columns of trajectories in the server's table; see `Table.fill`.
 
         Args:
             index, generation, stale, columns: as for `Table.fill`. They are sent in requests of a limited size, each of
@@ -350,7 +351,7 @@ class RemoteTable:
         return set_parts(self._filler, edits, strict=is_strict(stale))
 
     def unfilled(self, *columns: str) -> tuple[Array, Array]:
-        """The trajectories of the server's table of which a write-once column is not filled; see `Table.unfilled`."""
+        """The trajectories in the server's table in which a write-once column is not filled; see `Table.unfilled`."""
         check_late(self.schema, list(columns) or list(self.schema.late))
         return self._filler.unfilled(columns)
 
