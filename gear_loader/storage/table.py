@@ -847,8 +847,8 @@ class Table:
             FilledError: a trajectory has the column already, or is given twice. Nothing was changed.
             SchemaError: a column that is not late, or values that do not fit. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
-            TableFullError: with a disk tier: timed out waiting for room in memory. What is filled stays. Of ragged columns:
-                as `add`; nothing is filled.
+            TableFullError: with a disk tier: timed out waiting for room in memory. What is filled stays. With ragged
+                columns: as `add`; nothing is filled.
             LockTimeoutError: timed out waiting for the lock, or as `add` for ragged columns.
         """
         self._engine.check_open()
