@@ -205,6 +205,7 @@ def _ragged() -> None:
             table.add({"tokens": [np.arange(3), np.arange(2)], "text": ["a", "bc"]})
         _draw(table, Uniform(), windows=Window(1))
         _draw(table, Uniform(), windows=Whole(), layout="packed")
+        table.stats()
         _saved(table)
 
 
@@ -284,3 +285,10 @@ def _spilling() -> None:
             table.remove(table.indices()[-1])
             promote(table._engine, table.indices())
             table._engine.index.evict(1, EVICT_OLDEST)
+    with tempfile.TemporaryDirectory() as folder:
+        disk, memory = Disk(folder, sync_seconds=1e6, size="1MiB"), Memory(max_blocks=40, payload=4096)
+        sizes: dict[str, Any] = {"max_steps": 100, "max_trajectories": 20, "block_steps": 4}
+        with Table.create({"text": Column(str)}, **sizes, memory=memory, disk=disk) as table:
+            for _ in range(3):
+                table.add({"text": ["a" * 500, "b" * 1000]})
+            promote(table._engine, table.indices())

@@ -152,7 +152,7 @@ class WriteBehind:
         self._abandoned = False
         late = table.schema.late_bits(table.schema.late)
         self._spiller = (
-            Spiller(self._table._engine.index, table._engine.region.layout, place.disk.keep, late)
+            Spiller(self._table._engine.index, self._table._engine.region, place.disk.keep, late)
             if table._engine.has_tier
             else None
         )

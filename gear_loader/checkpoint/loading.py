@@ -15,7 +15,7 @@ from gear_loader.checkpoint.housekeeping import set_parent
 from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import Manifest, no_manifest, read_manifest
 from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, segment_folder, values_of
-from gear_loader.checkpoint.ragged_loading import load_values
+from gear_loader.checkpoint.ragged_loading import load_values, value_bounds
 from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
 from gear_loader.checkpoint.spilling import hottest, note_places
@@ -25,6 +25,8 @@ from gear_loader.storage.allocation import Claim
 from gear_loader.storage.device_memory import DeviceMemory
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.memory_options import Memory
+from gear_loader.storage.operations.extents import GRAIN
+from gear_loader.storage.operations.extents import HEADER as EXTENT_HEADER
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import OnFull
@@ -187,7 +189,13 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
     try:
         inside = None
         if options.disk is not None and tier is not None:
-            inside = hottest(table._engine.region.layout, share.records, options.disk.keep)
+            layout, values = table._engine.region.layout, None
+            if table.schema.ragged:
+                (part,) = share.parts
+                first = hottest(layout, share.records, options.disk.keep)
+                values = np.zeros(len(first), dtype=np.int64)
+                values[first] = _value_bytes(table, directory, part, first)
+            inside = hottest(layout, share.records, options.disk.keep, values)
         _fill(table, directory, share, inside=inside, progress=options.progress)
         set_parent(table, table._engine.index, share.parent)
     except BaseException:
@@ -384,6 +392,38 @@ def _reads(
         )
         for name, column in table.schema.items()
     ]
+
+
+def _value_bytes(table: Table, directory: Directory, part: Part, which: Array) -> Array:
+    """Bytes of the memory of ragged values that trajectories take, int64 [n].
+
+    Args:
+        part: all trajectories. which: bool, the n among them.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    part = dataclasses.replace(part, records=part.records[which], places=np.arange(int(which.sum())))
+    total: Array = np.full(len(part.places), EXTENT_HEADER, dtype=np.int64)
+    ends = np.cumsum(rows_of(part.records))
+    records: Array = np.empty((int(ends[-1]) if len(ends) else 0, 2), dtype=np.int64)
+    # One after another: blocks of one step.
+    place = np.array([data_address(records), 16, 16, 16, 1], dtype=np.int64)
+    first, ids = ends - rows_of(part.records), np.arange(len(records), dtype=np.int32)
+    reads = [
+        dataclasses.replace(read, place=place)
+        for segment in part.manifest.segments
+        for read in _reads(table, directory, part, segment, first)
+    ]
+    for name, values in table.schema.ragged.items():
+        some = [read for read in reads if read.name == name]
+        read_columns(directory, some, ids)
+        for read in some:
+            found = value_bounds(directory, read, ids)
+            owner = np.searchsorted(first, read.places, side="right") - 1
+            size = (found[:, 1] - found[:, 0]) * values.row_bytes
+            total[owner] += -(-size // GRAIN) * GRAIN
+    return total
 
 
 def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array) -> None:

@@ -13,7 +13,7 @@ from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.segments import stored_columns
 from gear_loader.errors import CheckpointError, TableFullError
 from gear_loader.native.ragged_copies import find_values, move_records
-from gear_loader.storage.operations.extents import GRAIN, SPOT_WIDTH
+from gear_loader.storage.operations.extents import GRAIN
 from gear_loader.storage.operations.view import REFUSE
 from gear_loader.storage.payload import needed_bytes
 from gear_loader.storage.ragged_input import Payload
@@ -52,7 +52,7 @@ def load_values(
     schema, heap = table.schema, table._engine.region.payload()
     names, files = list(schema.ragged), stored_columns(schema)
     reads = [read for read in reads if read.name in schema.ragged]
-    bounds = [_bounds(directory, read, ids) for read in reads]
+    bounds = [value_bounds(directory, read, ids) for read in reads]
     owners = [np.searchsorted(first_ids, read.places, side="right") - 1 for read in reads]
     sizes: Array = np.zeros((len(slots), len(names)), dtype=np.int64)
     for read, found, owner in zip(reads, bounds, owners, strict=True):
@@ -65,11 +65,9 @@ def load_values(
     if needed > heap.nbytes:
         return needed
     try:
-        spots: Array = np.zeros((len(slots), SPOT_WIDTH), dtype=np.int64)
         offsets = table._engine.index.place_payload(
-            heap, runs, payload.sizes, (slots, generations, spots), evict=REFUSE, wait=False
+            heap, payload, slots, generations, evict=REFUSE, wait=False
         )
-        assert offsets is not None
     except TableFullError:  # by what another process has added, which is an error of the commit
         return 0
     targets = offsets.reshape(sizes.shape)
@@ -97,7 +95,7 @@ def load_values(
     return 0
 
 
-def _bounds(directory: Directory, read: ColumnRead, ids: Array) -> Array:
+def value_bounds(directory: Directory, read: ColumnRead, ids: Array) -> Array:
     """First row of the values of each trajectory of a read in their file, and the row after their last; int64 [n, 2].
 
     Raises:

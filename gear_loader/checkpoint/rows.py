@@ -12,13 +12,15 @@ from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import StaleIndexError
 from gear_loader.native.saving_loops import CORRUPT, LOST, ON_DISK, copy_out
 from gear_loader.storage.disk import LostRowsError, TierReader
+from gear_loader.storage.disk_records import MovedRowsError
+from gear_loader.storage.disk_records import rows_of as value_rows_of
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
 from gear_loader.storage.payload import PayloadReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.states import READY
-from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.arrays import Array
 
 _AT_ONCE = 1 << 19
 """Bytes of mutable columns that are copied under the lock at once, unless one trajectory has more."""
@@ -318,9 +320,11 @@ class TrajectoryRows:
 
     def _counted(self, name: str, rows: Array) -> Array:
         """Rows of the values of records, int64 [n]."""
-        counts: Array = abs(rows.view(np.int64).reshape(-1, 2)[:, 1])
+        records = rows.view(np.int64).reshape(-1, 2)
+        counts = value_rows_of(records)
         assert self._payload is not None
-        if counts.min() < 0 or counts.max() > self._payload.most_rows(self._schema.ragged[name]):
+        inside, most = records[:, 0] >= 0, self._payload.most_rows(self._schema.ragged[name])
+        if counts.min() < 0 or (counts[inside] > most).any():
             raise self._index.arrays.corrupt(f"a record of column {name!r} is invalid")
         return counts
 
@@ -368,8 +372,15 @@ class TrajectoryRows:
                     for i in lost.tolist():  # their records may be zeros now
                         rows[first[i] - base : last[i] - base] = 0
                         rows[first[i] - base] = _NOWHERE, ends[i] - (ends[i - 1] if i else 0)
-                skip, count = (begin - before) * size, (end - begin) * size
-                bad = payload.copy(rows, size, skip, count, data_address(out))
+                try:
+                    values = self._schema.ragged[name]
+                    bad = payload.copy(values, rows, begin - before, end - begin, out)
+                except LostRowsError as error:
+                    which = np.isin(self.slots[low:high], error.slots)
+                    self._states[low:high][which] = LOST
+                    continue
+                except MovedRowsError:
+                    continue
                 self._note_lost(low, high)
                 gone = np.flatnonzero(self._states[low:high] == LOST) + low
                 if bad <= len(lost):

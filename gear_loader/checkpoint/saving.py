@@ -43,6 +43,7 @@ from gear_loader.checkpoint.rows import TrajectoryRows
 from gear_loader.checkpoint.segments import Segment, check_files, stored_columns, write_checksums
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import CheckpointError
+from gear_loader.storage.payload import used_bytes
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -144,7 +145,7 @@ class Save:
         self._quiet = table._engine.region.fill_lock
         # These references keep the memory mapped if the table is closed during the save.
         region = table._engine.region
-        self._memory = region.device_memory or region.bytes
+        self._memory, self._region = region.device_memory or region.bytes, region
         self._places = {name: table._engine.region.column_place(name) for name in table.schema}
         self.name, parent = identity(table, table._engine.index)
         self.manifest: Manifest | None = None
@@ -266,7 +267,9 @@ class Save:
                 changes = take_changes(self.index, self.on_disk, ticket, brief=True)
                 try:
                     budget = REWRITE_BYTES // max(1, self.schema.step_bytes)
-                    dropped = self.on_disk.sparsest(changes, budget, MAX_SEGMENTS_BEHIND, self._most_steps())
+                    dropped = self.on_disk.sparsest(
+                        changes, budget, MAX_SEGMENTS_BEHIND, self._most_steps(changes)
+                    )
                     changes = self.on_disk.rewriting(changes, dropped)
                     self._check_room(changes, dropped)
                     newest, *older = self._groups(changes)
@@ -303,13 +306,26 @@ class Save:
         writer = stack.enter_context(ColumnWriter(largest, advance, ahead=ahead))
         return writer, stack.enter_context(self.directory.open_or_make(SEGMENTS_NAME))
 
-    def _most_steps(self) -> int | None:
-        """Steps that all segments together may have, by `Disk.size`; None without a disk tier."""
+    def _most_steps(self, changes: SavedChanges) -> int | None:
+        """Steps that all segments together may have, by `Disk.size`; None without a disk tier.
+
+        A step counts with the ragged values that one has on average, in the segments and in what is written.
+        """
         tier = self.layout.tier
         if tier is None:
             return None
         # The index of a save, and the header of each column's file, are small beside the steps.
         once = self.schema.trajectory_bytes / max(1.0, self.layout.max_steps / self.layout.max_trajectories)
+        if self.schema.ragged:
+            slots, records = changes.unwritten()
+            segments, columns = self.on_disk.segments.values(), stored_columns(self.schema)
+            size = int(used_bytes(self._region, self.index)[slots].sum())
+            size += sum(
+                segment.values[name] * columns[name].step_bytes
+                for segment in segments
+                for name in segment.values
+            )
+            once += size / max(1, int(rows_of(records).sum()) + sum(segment.steps for segment in segments))
         return int(tier.size / (self.schema.step_bytes + once))
 
     def _check_room(self, changes: SavedChanges, dropped: Collection[int]) -> None:
@@ -318,7 +334,7 @@ class Save:
         Raises:
             DiskFullError: they would not.
         """
-        most, tier = self._most_steps(), self.layout.tier
+        most, tier = self._most_steps(changes), self.layout.tier
         if most is None or tier is None:
             return
         new, kept = int(rows_of(changes.unwritten()[1]).sum()), self.on_disk.live_after(changes)
@@ -333,10 +349,10 @@ class Save:
             )
 
     def _bytes(self, changes: SavedChanges) -> int:
-        _, records = changes.unwritten()
-        return (
-            int(rows_of(records).sum()) * self.schema.step_bytes + len(records) * self.schema.trajectory_bytes
-        )
+        slots, records = changes.unwritten()
+        values = int(used_bytes(self._region, self.index)[slots].sum()) if self.schema.ragged else 0
+        steps = int(rows_of(records).sum()) * self.schema.step_bytes
+        return steps + len(records) * self.schema.trajectory_bytes + values
 
     # ---------------------------------------------------------------- segments
 

@@ -17,6 +17,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from gear_loader.checkpoint.returning_values import ReturningValues
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import StaleIndexError
 from gear_loader.kernels.sum_tree import UNSET
@@ -24,14 +25,23 @@ from gear_loader.native.copying import copy_rows
 from gear_loader.storage import counters as at
 from gear_loader.storage.disk import Keep, LostRowsError
 from gear_loader.storage.disk_copies import COPY, are_current, copies_of, note_copies
+from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
+from gear_loader.storage.payload import used_bytes
+from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
-from gear_loader.storage.tier_counts import KEEP, KEEPS, PROMOTED_BYTES, unpack_priorities
+from gear_loader.storage.tier_counts import (
+    KEEP,
+    KEEPS,
+    PROMOTED_BYTES,
+    WANTED_BYTES,
+    unpack_priorities,
+)
 from gear_loader.storage.tier_swaps import exchange
 from gear_loader.utils.arrays import Array, data_address
 
@@ -41,6 +51,8 @@ LARGEST_BYTES = 8 << 20
 """Bytes of the largest trajectory that is brought back: it is copied under the table's lock, in about a millisecond."""
 EXCHANGE_BYTES = 64 << 20
 """Bytes that come back into memory in one exchange."""
+LOOK_SECONDS = 0.05
+"""Seconds between two looks at the memory of ragged values, or 20 times the duration of the last one."""
 EXCHANGE_SECONDS = 1.0
 """Seconds between two exchanges, or 20 times the duration of the last look for trajectories to exchange."""
 
@@ -49,6 +61,11 @@ def kept_free(layout: Layout) -> int:
     """Number of blocks that are free after spilling, which begins when fewer than half of them are."""
     blocks = layout.num_blocks
     return min(max(-(-FREE_BYTES // layout.block_bytes), blocks // 16), blocks // 4)
+
+
+def kept_bytes(payload: int) -> int:
+    """Bytes of the memory of ragged values that are free after spilling, which begins when half of them are."""
+    return min(max(FREE_BYTES, payload // 16), payload // 4)
 
 
 def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
@@ -64,12 +81,18 @@ def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
     return np.argsort(-sequences if keep == "oldest" else sequences, kind="stable")
 
 
-def hottest(layout: Layout, records: Array, keep: Keep) -> Array:
-    """Which trajectories of a recovered table are read into memory, bool [n]; a part of it stays free."""
+def hottest(layout: Layout, records: Array, keep: Keep, values: Array | None = None) -> Array:
+    """Which trajectories of a recovered table are read into memory, bool [n]; a part of it stays free.
+
+    Args:
+        values: int64 [n], bytes of the memory of ragged values that they take, if they are known.
+    """
     order = coldness(keep, records["sequence"], records["priority"])[::-1]
     blocks = -(-rows_of(records)[order] // layout.block_steps)
     inside = np.zeros(len(order), dtype=bool)
     inside[order] = np.cumsum(blocks) <= layout.num_blocks - kept_free(layout)
+    if values is not None:
+        inside[order] &= np.cumsum(values[order]) <= layout.payload - kept_bytes(layout.payload)
     return inside
 
 
@@ -82,13 +105,14 @@ class Spiller:
     """Keeps blocks of one table free.
 
     Args:
-        index: of the table. layout: of its region. keep: which trajectories stay in memory.
+        index: of the table. region: its memory. keep: which trajectories stay in memory.
         late: bits of its late columns.
     """
 
-    def __init__(self, index: Index, layout: Layout, keep: Keep, late: int = 0) -> None:
-        self._index, self._given = index, keep
-        self._free = kept_free(layout)
+    def __init__(self, index: Index, region: Region, keep: Keep, late: int = 0) -> None:
+        self._index, self._given, self._region = index, keep, region
+        self._free = kept_free(region.layout)
+        self._next_look = 0.0
         self._arrays = index.arrays
         self._late = late
         self._next = 0.0  # time of the next exchange
@@ -130,6 +154,19 @@ class Spiller:
             return 0
         return max(self._free, min(blocks, wanted + self._free // 2)) - free
 
+    def _missing_bytes(self) -> int:
+        """Bytes of the memory of ragged values to take from trajectories; looked for now and then."""
+        total, now = self._region.layout.payload, time.monotonic()
+        wanted = int(self._arrays.tier_counts[WANTED_BYTES])
+        if not total or (not wanted and now < self._next_look):
+            return 0
+        free = total - int(used_bytes(self._region, self._index).sum())
+        self._next_look = now + max(LOOK_SECONDS, 20 * (time.monotonic() - now))
+        kept = kept_bytes(total)
+        if wanted:  # what is free does not suffice: it lies in small gaps
+            return min(total, wanted + max(0, kept - free))
+        return kept - free if free < kept // 2 else 0
+
     def note(self, slots: Array, records: Array) -> None:
         """Note where trajectories are on disk, after a write.
 
@@ -163,7 +200,9 @@ class Spiller:
 
     def is_due(self) -> bool:
         """Whether `move` may have something to do. Takes no lock."""
-        return self.missing() > 0 or self._exchange_is_due()
+        short = self._region.layout.payload > 0 and time.monotonic() >= self._next_look
+        wanted = self._arrays.tier_counts[WANTED_BYTES] > 0
+        return self.missing() > 0 or short or wanted or self._exchange_is_due()
 
     def _exchange_is_due(self) -> bool:
         # The newest stay the newest: what is added makes the others colder.
@@ -194,9 +233,16 @@ class Spiller:
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
         block_bytes = table._engine.region.layout.block_bytes
-        total = arrays.num_blocks - self._free
+        total, inside = arrays.num_blocks - self._free, extent[:, 1] >= 0
         budget = max(1, EXCHANGE_BYTES // block_bytes)
-        come, leave = exchange(order, extent[:, 1] >= 0, blocks, total, budget)
+        if payload := self._region.layout.payload:
+            # In bytes of ragged values, those on disk by the mean of a step; blocks by the share of theirs.
+            held, room = used_bytes(self._region, self._index)[slots], payload - kept_bytes(payload)
+            mean = int(held[inside].sum()) / max(1, int(extent[inside, 0].sum()))
+            held = np.where(inside, held, mean * extent[:, 0])
+            blocks = np.maximum(held, blocks / total * room).astype(np.int64) + 1
+            total, budget = room, EXCHANGE_BYTES
+        come, leave = exchange(order, inside, blocks, total, budget)
         self._next = time.monotonic() + max(EXCHANGE_SECONDS, 20 * (time.monotonic() - now))
         if len(leave) and self._index.spill(slots[leave], generations[slots[leave]]) < 0:
             return 0
@@ -206,11 +252,13 @@ class Spiller:
         """Take the blocks of the coldest trajectories that are on disk, as many as are missing.
 
         Returns:
-            Number of blocks that are missing still; -1 if readers hold those that were taken before.
+            Number of blocks that are missing still, or 1 if memory of ragged values is; -1 if readers hold those that
+            were taken before.
         """
-        missing = self.missing()
+        missing, missing_bytes = self.missing(), self._missing_bytes()
         if not missing:
             self._arrays.counters[at.WANTED_BLOCKS] = 0
+        if not missing and not missing_bytes:
             return 0
         arrays = self._arrays
         generations = (
@@ -223,16 +271,23 @@ class Spiller:
         if self._late:  # those of which a column is filled later last: it is filled in memory
             waiting = (filled_bits(arrays, slots) & self._late) != self._late
             slots = slots[np.argsort(waiting, kind="stable")]
-        count = int(np.searchsorted(np.cumsum(arrays.blocks_at(slots)), missing)) + 1
+        count = int(np.searchsorted(np.cumsum(arrays.blocks_at(slots)), missing)) + 1 if missing else 0
+        freed = 0
+        if missing_bytes:
+            held = np.cumsum(used_bytes(self._region, self._index)[slots])
+            count = max(count, int(np.searchsorted(held, missing_bytes)) + 1)
+            freed = int(held[:count][-1]) if len(held) else 0
         slots = slots[:count]
         if not len(slots):
-            return missing
+            return missing or 1
         if self._index.spill(slots, generations[slots]) < 0:
             return -1
+        if missing_bytes:
+            arrays.tier_counts[WANTED_BYTES] = 0
         missing = self.missing()
         if not missing:
             arrays.counters[at.WANTED_BLOCKS] = 0
-        return missing
+        return missing or int(freed < missing_bytes)
 
 
 def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:
@@ -255,21 +310,26 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
     if not len(slots):
         return 0
     ends = np.cumsum(rows)
-    outs = {}
+    outs: dict[str, tuple[Array, Array]] = {}
     for name, column in schema.items():
         begins = np.arange(len(slots)) if column.trajectory else ends - rows
         count = len(slots) if column.trajectory else int(ends[-1])
         outs[name] = np.empty(count * column.step_bytes, dtype=np.uint8), begins * column.step_bytes
     try:
         engine.tier_reader().read(slots, generations, np.zeros_like(rows), rows, outs)
+        values = (
+            ReturningValues(engine, slots, generations, rows, outs, most_bytes) if schema.ragged else None
+        )
     except LostRowsError as error:
         engine.remove_lost(error)
         return 0
-    except StaleIndexError:
+    except (StaleIndexError, MovedRowsError):
         return 0
     places = {name: engine.region.column_place(name) for name in schema}
 
     def write(i: int, ids: Array) -> None:
+        if values is not None:
+            values.write(i)
         zero = np.zeros(1, dtype=np.int64)
         for name, (out, offsets) in outs.items():
             count = 1 if schema[name].trajectory else int(rows[i])
@@ -278,7 +338,13 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
             copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
 
     done = [
-        engine.index.promote(slot, generation, tuple(known[i]), functools.partial(write, i))
+        engine.index.promote(
+            slot,
+            generation,
+            tuple(known[i]),
+            functools.partial(write, i),
+            (lambda: True) if values is None else functools.partial(values.place, i),
+        )
         for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
     ]
     arrays.tier_counts[PROMOTED_BYTES] += int(rows[done].sum()) * schema.step_bytes  # of the owner alone

@@ -27,14 +27,15 @@ import xxhash
 
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
-from gear_loader.checkpoint.names import MANIFEST_NAME, segment_folder
+from gear_loader.checkpoint.names import MANIFEST_NAME, segment_folder, values_of
 from gear_loader.checkpoint.reading import ColumnFile
-from gear_loader.checkpoint.segments import Segment, read_checksums
+from gear_loader.checkpoint.segments import Segment, read_checksums, stored_columns
 from gear_loader.errors import CheckpointError, StaleIndexError
 from gear_loader.native import file_reads
 from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.disk_copies import copies_of
+from gear_loader.storage.disk_records import MovedRowsError, on_disk, tag_of
 from gear_loader.storage.ids import ids_of
 from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS, SLOW_SHARE, note_wait
 from gear_loader.utils.arrays import Array, data_address
@@ -198,6 +199,7 @@ class FileReader:
         assert engine.region.layout.tier is not None
         self._engine = weakref.ref(engine)
         self._schema: Schema = engine.schema
+        self._columns = stored_columns(engine.schema)
         self._path = engine.region.layout.tier.path
         self._mutex = threading.Lock()
         self._reset()
@@ -222,17 +224,75 @@ class FileReader:
         drawn: int = 0,
     ) -> None:
         """See `gear_loader.storage.source.Source.read`."""
+        places = self._read(slots, generations, first, counts, outs, drawn=drawn)
+        for name in self._schema.ragged:
+            if name in outs:
+                out, offsets = outs[name]
+                taken = np.ones_like(counts) if self._schema[name].trajectory else counts
+                ends = np.cumsum(taken)
+                which = np.repeat(offsets // 16 - ends + taken, taken) + np.arange(int(ends[-1]))
+                records = out[: len(out) // 16 * 16].view(np.int64).reshape(-1, 2)
+                names = np.repeat(slots, taken), np.repeat(places[:, 0], taken)
+                records[which] = on_disk(records[which], *names)
+
+    def read_values(
+        self, name: str, slots: Array, tags: Array, first: Array, counts: Array, out: tuple[Array, Array]
+    ) -> None:
+        """See `gear_loader.storage.disk.TierReader.read_values`."""
+        engine = self._engine()
+        assert engine is not None
+        key = values_of(name)
+        size = self._columns[key].step_bytes
+        # What lies one after another, in the file and in memory, is read at once.
+        joined: Array = np.zeros(len(slots), dtype=bool)
+        joined[1:] = (slots[1:] == slots[:-1]) & (first[1:] == first[:-1] + counts[:-1])
+        joined[1:] &= out[1][1:] == out[1][:-1] + counts[:-1] * size
+        begins = np.flatnonzero(~joined)
+        counts = np.add.reduceat(counts, begins)
+        slots, tags, first, offsets = slots[begins], tags[begins], first[begins], out[1][begins]
+        generations = engine.index.arrays.generation[slots]
+        self._read(slots, generations, first, counts, {key: (out[0], offsets)}, tags=tags)
+
+    def _read(
+        self,
+        slots: Array,
+        generations: Array,
+        first: Array,
+        counts: Array,
+        outs: Mapping[str, tuple[Array, Array]],
+        *,
+        drawn: int = 0,
+        tags: Array | None = None,
+    ) -> Array:
+        """Read spans of files; return where the trajectories are, as `_look_up` does.
+
+        Args:
+            first: int64 [n], of rows of the trajectories; with `tags`, of rows in the files of the segments that these
+                are of.
+
+        Raises:
+            LostRowsError, StaleIndexError: see `Source.read`. MovedRowsError: a trajectory is in another segment.
+        """
         began = time.monotonic_ns()
         if self._pid != os.getpid():
             self._mutex = threading.Lock()  # the parent's may be held
             self._reset()
-        places, same = self._look_up(slots, generations), False
+
+        def look_up() -> Array:
+            places = self._look_up(slots, generations)
+            if tags is not None:
+                if (tag_of(places[:, 0]) != tags).any():
+                    raise MovedRowsError
+                places[:, 1] = 0
+            return places
+
+        places, same = look_up(), False
         for _ in range(_ATTEMPTS):
             try:
                 reads, failed = self._plan(places, first, counts, outs, missing_ok=same)
                 break
             except FileNotFoundError:
-                before, places = places, self._look_up(slots, generations)
+                before, places = places, look_up()
                 same = bool((before == places).all())
         else:
             raise CheckpointError(
@@ -244,6 +304,7 @@ class FileReader:
             raise self._lost(failed, slots, generations) from cause
         if drawn:
             self._counts.add(drawn, int(reads.pieces[:, BYTES].sum()), began, time.monotonic_ns())
+        return places
 
     def sizes(self, slots: Array) -> Array:
         """See `gear_loader.storage.source.Source.sizes`."""
@@ -337,8 +398,12 @@ class FileReader:
             with self._directory() as directory, directory.child(segment_folder(segment.number)) as folder:
                 if not opened.checksums:
                     opened.checksums.update(read_checksums(folder, segment, self._schema))
-                column, checksums = self._schema[name], opened.checksums[name]
+                column, checksums = self._columns[name], opened.checksums[name]
                 opened.files[name] = _File(folder, segment, name, column, checksums)
+            if (
+                name in self._schema.ragged
+            ):  # what its records name can be read as long as the segment is open
+                self._file(opened, values_of(name))
         return opened.files[name]
 
     def _plan(
@@ -389,7 +454,7 @@ class FileReader:
         failed: dict[int, Exception] = {}
         parts: list[Array] = []
         for j, (name, (out, offsets)) in enumerate(outs.items()):
-            column = self._schema[name]
+            column = self._columns[name]
             size = column.step_bytes
             rows = places[:, 2] if column.trajectory else places[:, 1] + first
             taken = np.ones_like(counts) if column.trajectory else counts
@@ -447,11 +512,14 @@ class FileReader:
         engine = self._engine()
         assert engine is not None
         which = np.array(sorted(failed), dtype=np.int64)
+        some = which[
+            np.unique(slots[which], return_index=True)[1]
+        ]  # of one trajectory several values may be lost
         trajectory = int(ids_of(engine.index.arrays.view, slots[which[:1]])[0])
         return LostRowsError(
             f"Trajectory {trajectory} cannot be read: {failed[int(which[0])]}",
-            slots[which],
-            generations[which],
+            slots[some],
+            generations[some],
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ from gear_loader.collection.windows import (
 )
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.plan import LENGTH, MASK, OUT, STEP_BYTES
+from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema, Window
@@ -150,8 +152,10 @@ def gather(table: Table, index: Any, anchor: Any, windows: Any, out: Any) -> Bat
         generations, lengths = table._engine.reader().begin_read_rows(slots, ticket)
         _check_anchors(anchors, lengths)
         _check_late(table, wanted, slots)
-        rows = SelectedRows(slots, anchors, generations)
-        return (_packed if packed else _padded)(table, wanted, rows, given)
+        while True:
+            with contextlib.suppress(MovedRowsError):  # what was on disk has been written anew meanwhile
+                rows = SelectedRows(slots, anchors, generations)
+                return (_packed if packed else _padded)(table, wanted, rows, given)
 
     return ticket.during(read)
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -23,6 +24,7 @@ from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.ragged_values import read_ragged
 from gear_loader.collection.windows import ROW_KEYS, only_host_gathers
 from gear_loader.kernels.devices import multiprocessors
+from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.region import Region
 from gear_loader.storage.table import Table
@@ -71,14 +73,32 @@ class TableSource:
         Raises:
             LostRowsError: trajectories cannot be read from disk. CorruptTableError: the index is corrupt.
         """
-        if self.only.schema.mutable:
-            reader = self.only._engine.reader()
-            reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
-        else:
-            mover.fill(buffers, self.only, rows)
-        if mover.layout.ragged:
-            shown = buffers.rows(len(rows))
-            buffers.ragged = read_ragged(self.only, mover.layout.ragged, shown, pinned=mover.pinned)
+        while True:
+            if self.only.schema.mutable:
+                reader = self.only._engine.reader()
+                reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
+            else:
+                mover.fill(buffers, self.only, rows)
+            if not mover.layout.ragged:
+                return
+            with contextlib.suppress(MovedRowsError):  # else what was on disk has been written anew meanwhile
+                self._read_ragged(mover, buffers, buffers.rows(len(rows)))
+                return
+
+    def _read_ragged(self, mover: RowMover, buffers: Any, shown: Mapping[str, Any]) -> None:
+        """Read the values whose records have been gathered; those of a group once in a tree."""
+        layout = mover.layout
+        grouped = (
+            {name: each for name, each in layout.ragged.items() if layout.column_of(name).group}
+            if layout.packed and layout.tree
+            else {}
+        )
+        others = {name: each for name, each in layout.ragged.items() if name not in grouped}
+        buffers.ragged = read_ragged(self.only, others, shown, pinned=mover.pinned)
+        if grouped:
+            leaders = torch.from_numpy(buffers.leaders)
+            leading = {name: shown[name][leaders] for name in ("index", *grouped)}
+            buffers.ragged |= read_ragged(self.only, grouped, leading, pinned=mover.pinned)
 
 
 class _Staged(RowMover):

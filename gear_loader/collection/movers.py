@@ -45,7 +45,7 @@ class RowMover:
                 rows.spans = self.layout.measure(table, rows)
             if self.layout.tree:
                 count, rows = len(rows), tree_rows(table, rows)
-                buffers.segments = len(rows) - count
+                buffers.segments, buffers.leaders = len(rows) - count, rows.leaders
         self.begin(buffers, rows)
         self.copy(buffers, table, rows)
         self.finish(buffers, rows)

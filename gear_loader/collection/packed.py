@@ -194,7 +194,7 @@ class PackedBuffers(Buffers):
         converts: as for `PackedValues`.
 
     Attributes:
-        segments: of the running batch behind its rows, see `tree_rows`.
+        segments, leaders: of the running batch, behind its rows, and of its groups; see `tree_rows`.
         version: how often memory was replaced.
         total, longest: steps of the batch that was gathered last, and of its longest row.
         spans: of the rows of the running batch, int64 [2, n].
@@ -219,6 +219,7 @@ class PackedBuffers(Buffers):
         self.list_bytes = self.lists_at = self.version = 0
         self.total, self.longest, self.segments = 0, 0, 0
         self.spans: Array = np.empty((2, 0), dtype=np.int64)
+        self.leaders: Array | None = None
         self.plans: dict[Any, Any] = {}  # for the present memory
         # Set by `_replace`.
         self.steps: PackedValues

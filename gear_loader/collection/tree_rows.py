@@ -6,12 +6,12 @@ import dataclasses
 
 import numpy as np
 
-from gear_loader.storage.prefixes import prefixes_of
+from gear_loader.storage.prefixes import leaders_of, prefixes_of
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-TREE_KEYS = ("parent", "prefix_steps")
+TREE_KEYS = ("parent", "prefix_steps", "group")
 """Keys of such batches by row."""
 
 
@@ -20,18 +20,22 @@ class TreeRows(SelectedRows):
     """The n rows of a batch without the steps that they share, then the shared segments, as rows.
 
     Attributes:
-        parents, prefix_steps: int64 [n and segments], what `TREE_KEYS` are.
+        parents, prefix_steps, groups: int64 [n and segments], what `TREE_KEYS` are.
+        leaders: int64 [G], a row of each group, which has its values.
     """
 
     parents: Array | None = None
     prefix_steps: Array | None = None
+    groups: Array | None = None
+    leaders: Array | None = None
 
     @property
     def names(self) -> tuple[Array, ...]:  # type: ignore[override]
         """What identifies the rows, and what they begin with."""
         assert self.parents is not None
         assert self.prefix_steps is not None
-        return self.slots, self.anchors, self.generations, self.parents, self.prefix_steps
+        assert self.groups is not None
+        return self.slots, self.anchors, self.generations, self.parents, self.prefix_steps, self.groups
 
 
 def tree_rows(table: Table, rows: SelectedRows) -> TreeRows:
@@ -68,4 +72,16 @@ def tree_rows(table: Table, rows: SelectedRows) -> TreeRows:
 
     names = rows.slots[which], rows.anchors[which], rows.generations[which]
     more = taken(rows.weights), taken(rows.counts), taken(rows.numbers)
-    return TreeRows(*names, *more, ends, parents[which], lengths[which])
+    groups, leaders = _groups(table, rows.slots)
+    return TreeRows(*names, *more, ends, parents[which], lengths[which], groups[which], leaders)
+
+
+def _groups(table: Table, slots: Array) -> tuple[Array, Array]:
+    """Numbers of the groups that have values per group in common, in the order of their first rows, and these rows."""
+    arrays = table._engine.index.arrays
+    leaders = leaders_of(arrays, slots) if len(arrays.prefix) else (slots, arrays.generation[slots])
+    _, firsts, place = np.unique(np.stack(leaders), axis=1, return_index=True, return_inverse=True)
+    order = np.argsort(firsts)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return number[place.reshape(-1)], firsts[order]

@@ -158,8 +158,9 @@ class ReplayDataset(IterableDataset[Batch]):
 
     With ``layout="tree"`` the segments of ``cu_seqlens``, int32 ``[B + S + 1]``, are the rows, without the steps that
     others of the batch begin with too, then these S shared pieces; a row may have no step left. ``parent``, int64
-    ``[B]``, is the number of the segment that a row begins with, or -1, and ``prefix_steps`` the steps of it. A GPU
-    gets copies of what the CPU gathers.
+    ``[B]``, is the number of the segment that a row begins with, or -1, and ``prefix_steps`` the steps of it. Columns
+    per group have one value for each group of the batch, and ``group``, int64 ``[B]``, is its number. A GPU gets copies
+    of what the CPU gathers.
 
     **Transforms** are called with each batch when it is delivered, by the thread that asks for it, on the batch's
     device and, on a GPU, on the current stream; in a `DataLoader` worker by the worker. They get a `Batch` as described

@@ -14,6 +14,7 @@ from gear_loader.native.memory import copy_bytes, order_stores, pointer
 
 _SLOT, _GENERATION, _EXTENT, _AT, _END, _TAKEN, _GRAIN = 0, 1, 2, 3, 4, 5, 16  # of a spot
 _HEADER, _SIZE, _NEXT = 32, 0, 3  # all as `gear_loader.storage.operations.extents` has them
+_COUNT = (1 << 41) - 1  # as `gear_loader.storage.disk_records` has them
 
 assert (LANE_SLOT, LANE_GENERATION) == (0, 1)  # compiled into the cached machine code
 
@@ -112,18 +113,20 @@ def append_values(base, lanes, chosen, spots, first, count, parts, records) -> b
 
 
 @compiled
-def measure_values(records, row_bytes, first, end, offsets) -> int:  # type: ignore[no-untyped-def]
+def measure_values(records, row_bytes, first, end, on_disk, offsets) -> int:  # type: ignore[no-untyped-def]
     """Write where each value begins among the rows of all, int64 [n + 1]; return how many records are invalid.
 
     Args:
         records: int64 [n, 2], first byte and rows of each; negative rows of a split one. row_bytes: of a row.
-        first, end: the bytes of the payload.
+        first, end: the bytes of the payload. on_disk: whether some may be of values on disk.
     """
     total, bad = 0, 0
     offsets[0] = 0
     for i in range(len(records)):
         place, rows = records[i, 0], records[i, 1]
-        if rows < 0:
+        if place < 0 and rows >= 0 and on_disk:
+            rows &= _COUNT
+        elif rows < 0:
             if place < first or place > end or rows < -(end // row_bytes):
                 bad, rows = bad + 1, 0
             rows = -rows
@@ -136,12 +139,13 @@ def measure_values(records, row_bytes, first, end, offsets) -> int:  # type: ign
 
 
 @compiled
-def read_values(base, end, first, records, row_bytes, skip, size, out) -> int:  # type: ignore[no-untyped-def]
+def read_values(base, end, first, records, row_bytes, on_disk, skip, size, out) -> int:  # type: ignore[no-untyped-def]
     """Copy a part of the values of records, as they lie one after another, to the address `out`.
 
     Args:
         base, end: address and bytes of the payload, whose values begin at byte `first`.
         records: int64 [n, 2], as for `measure_values`, and not checked. row_bytes: of a row.
+        on_disk: whether some may be of values on disk, which are left out.
         skip, size: first byte of the part, and its bytes.
 
     Returns:
@@ -150,8 +154,15 @@ def read_values(base, end, first, records, row_bytes, skip, size, out) -> int:  
     i, bad, count = 0, 0, len(records)
     while size > 0 and i < count:
         place, rows = records[i, 0], records[i, 1]
+        outside = on_disk and place < 0 and rows >= 0
+        if outside:
+            rows &= _COUNT
         split, total = rows < 0, abs(rows) * row_bytes
         i += 1
+        if outside:
+            taken = min(size, max(0, total - skip))
+            skip, out, size = max(0, skip - total), out + taken, size - taken
+            continue
         if total < 0 or total > end or abs(rows) > end:
             bad += 1
             continue
@@ -219,3 +230,21 @@ def move_records(rows, places, ids, column, row_bytes, found, targets) -> None: 
         for step in range(rows[i]):
             record = _record(column, ids, places[i], step)
             record[0] = targets[i] + (record[0] - found[i, 0]) * row_bytes
+
+
+@compiled
+def count_rows(slots, extent, block_ids, num_blocks, column, once) -> int:  # type: ignore[no-untyped-def]
+    """Rows of all values of trajectories in memory; of those that change meanwhile it means nothing.
+
+    Args:
+        slots: int64 [n]. extent, block_ids: arrays of the index. num_blocks: of the table.
+        column: of the records, as for `gear_loader.native.copying.copy_rows`. once: whether each has one value.
+    """
+    total = 0
+    for slot in slots:
+        place, length = int64(extent[slot, 1]), 1 if once else int64(extent[slot, 0])
+        for step in range(length):
+            at = place + step // column[4]
+            if place >= 0 and at < len(block_ids) and 0 <= block_ids[at] < num_blocks:
+                total += abs(_record(column, block_ids, place, step)[1])
+    return total

@@ -163,8 +163,9 @@ def waste_remedy(layout: Layout, stats: TableStats, rows_of: Callable[[], Array]
         None if nothing is to be said.
     """
     schema, fixed = layout.schema, layout.arrays["extent"][0]
-    wasted = 1 - stats.payload_bytes / stats.resident_bytes
-    if stats.payload_bytes < _LEAST_BYTES or wasted <= _WASTE or not len(rows := rows_of()):
+    payload = stats.payload_bytes - stats.value_bytes
+    wasted = 1 - payload / (stats.resident_bytes - stats.value_resident_bytes)
+    if payload < _LEAST_BYTES or wasted <= _WASTE or not len(rows := rows_of()):
         return None
     if len(rows) > _MEASURED:
         rows = np.sort(rows)[:: -(-len(rows) // _MEASURED)]
@@ -175,12 +176,12 @@ def waste_remedy(layout: Layout, stats: TableStats, rows_of: Callable[[], Array]
         schema, np.append(steps, stats.block_steps), rows, packed=layout.packed
     )
     totals, before = measured[:-1], measured[-1]
-    if 1 - stats.payload_bytes / before <= _WASTE:
+    if 1 - payload / before <= _WASTE:
         return None  # it is what writers and readers hold for now
     best = np.flatnonzero(totals <= totals.min() * _TOLERANCE)[-1]
     if totals[best] >= (1 - _GAIN) * before:
         return None
-    share = max(0, math.ceil(100 * (1 - stats.payload_bytes / totals[best])))
+    share = max(0, math.ceil(100 * (1 - payload / totals[best])))
     return (
         f"{wasted:.0%} of the bytes in use hold no steps: the trajectories have {stats.mean_length:.1f} steps on "
         f"average, the blocks {stats.block_steps}, and blocks are padded to {LINE} bytes. With "

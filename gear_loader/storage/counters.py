@@ -72,6 +72,8 @@ BELL = 56
 """The futex of `gear_loader.storage.lock`, 8 bytes."""
 TOLD = slice(57, 58)
 """1 when a process has logged that the table wastes memory."""
+COMING_BACK = 58
+"""1 + the slot whose ragged values get memory, while a trajectory comes back from disk; or 0."""
 IDENTITY = slice(60, 64)
 """Used by checkpoints: random name of the table; save that it was loaded from, or 0; pid and start time of the process
 that named a private table, because a forked child has its own copy."""

@@ -127,6 +127,23 @@ class TierReader(Source, Protocol):
         """Add what this process has counted to the counts of the table."""
 
 
+class ValueReader(Protocol):
+    """Reads ragged values that lie on disk only; a `FileReader` is one too."""
+
+    def read_values(
+        self, name: str, slots: Array, tags: Array, first: Array, counts: Array, out: tuple[Array, Array]
+    ) -> None:
+        """Read ragged values that lie on disk, by their records there; see `gear_loader.storage.disk_records`.
+
+        Args:
+            name: of the column. slots, tags, first, counts: int64 [n], as `disk_records.parts_of` has them.
+            out: memory, uint8 [bytes], and the byte that each value goes to, int64 [n].
+
+        Raises:
+            LostRowsError: values cannot be read. MovedRowsError: they lie elsewhere by now.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class DiskStats:
     """State of a table's copy on disk.

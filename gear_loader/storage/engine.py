@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -27,10 +28,10 @@ from gear_loader.storage.counters import (
     WRITING_STEPS,
 )
 from gear_loader.storage.device_rows import DeviceRows
-from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader
+from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader, ValueReader
+from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index
-from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
 from gear_loader.storage.payload import PayloadReader, needed_bytes, write_payload
 from gear_loader.storage.prefixes import Prefixes
@@ -244,12 +245,7 @@ class Engine:
             if payload is not None:
                 assert claim.generations is not None
                 heap = self.region.payload()
-                spots: Array = np.zeros((len(slots), SPOT_WIDTH), dtype=np.int64)
-                owners = slots, claim.generations, spots
-                offsets = index.place_payload(
-                    heap, payload.runs, payload.sizes, owners, evict=evict, wait=wait
-                )
-                assert offsets is not None
+                offsets = index.place_payload(heap, payload, slots, claim.generations, evict=evict, wait=wait)
                 if not write_payload(payload, heap, offsets):
                     raise index.arrays.corrupt("a ragged value has a part outside of its memory")
             self._write(blocks, steps if prefixes is None else prefixes.rows)
@@ -325,7 +321,17 @@ class Engine:
     @functools.cached_property
     def payload(self) -> PayloadReader:
         """What reads ragged values."""
-        return PayloadReader(self.region, self.index.arrays, self.reader().check_gathered)
+        here = weakref.ref(self)
+
+        def tier() -> ValueReader:
+            engine = here()
+            assert engine is not None
+            reader: Any = engine.tier_reader()  # of files
+            found: ValueReader = reader
+            return found
+
+        check = self.reader().check_gathered
+        return PayloadReader(self.region, self.index.arrays, check, tier if self.has_tier else None)
 
     def rows(self, index: int, *, final: bool = False) -> dict[str, Any] | None:
         """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
@@ -338,14 +344,19 @@ class Engine:
         Raises:
             StaleIndexError: the index has no live trajectory.
         """
-        live = self.index
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             if not (isinstance(index, torch.Tensor) and index.ndim == 0 and not index.is_floating_point()):
                 raise TypeError(
                     f"Table index {shown(index)} was received; expected one integer, as add() returns it."
                 )
             index = int(index)
-        ticket = Ticket()
+        while True:
+            with contextlib.suppress(MovedRowsError):  # of ragged values that were read elsewhere meanwhile
+                return self._rows(int(index), final=final)
+
+    def _rows(self, index: int, *, final: bool) -> dict[str, Any] | None:
+        """`rows`, of a live trajectory or not."""
+        live, ticket = self.index, Ticket()
         try:
             # All of it at one moment: a place in memory that is read later may be one on disk, or lack what is filled.
             extent, bits = live.reader.begin_read_of(int(index), ticket)
@@ -484,7 +495,7 @@ class Engine:
         """See `Table.stats`."""
         if self._tier_reader is not None:
             self._tier_reader.flush()
-        stats = stats_of(self.index, self.region.layout)
+        stats = stats_of(self.index, self.region)
         if self.disk is not None:
             stats = dataclasses.replace(stats, disk=self.disk.stats())
         self.notice_waste(stats)
@@ -506,7 +517,7 @@ class Engine:
             rows: Array = extent[:, 0] + extent[:, 2]
             return rows
 
-        remedy = waste_remedy(layout, stats_of(index, layout) if stats is None else stats, rows_of)
+        remedy = waste_remedy(layout, stats_of(index, self.region) if stats is None else stats, rows_of)
         if remedy is None:
             return
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.special_priorities import UNSET
-from gear_loader.storage.ragged_input import Payload, copied_ragged, with_records
+from gear_loader.storage.ragged_input import Common, Payload, copied_ragged, with_records
 from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, narrowed, numbers, on_host, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
@@ -36,13 +36,14 @@ class Steps(NamedTuple):
     payload: Payload | None = None
 
 
-def listed(schema: Schema, trajectories: Any) -> Steps:
+def listed(schema: Schema, trajectories: Any, common: Common | None = None) -> Steps:
     """Check an iterable of trajectories.
 
     Args:
         schema: the table's columns.
         trajectories: mappings as for `Table.add`. Items of a list or a tuple are read in place; an item of any other
             iterable is copied before the next one is requested.
+        common: as for `with_records`.
 
     Raises:
         SchemaError: a trajectory does not fit; the message names the first one.
@@ -67,7 +68,7 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
                 else rows
                 for rows in (as_mapping(rows, schema.objects) for rows in each)
             )
-        trajectories, payload = with_records(schema, list(each))
+        trajectories, payload = with_records(schema, list(each), common)
         kept, each = True, iter(trajectories)
     if kept and (found := schema.locate_list(trajectories)) is not None:
         return Steps(*found, payload)

@@ -20,13 +20,16 @@ from gear_loader.storage.admission import Admission
 from gear_loader.storage.allocation import Allocator, Claim
 from gear_loader.storage.block_tables import BlockTables
 from gear_loader.storage.counters import (
+    DISK_FULL,
     FIRST_SEQUENCE,
     NEXT_SEQUENCE,
     NUM_FREE_BLOCKS,
     NUM_LOST,
+    NUM_PARKED,
     NUM_READY,
     NUM_RETIRED,
     NUM_SAMPLED,
+    NUM_SPILLED,
     NUM_STEPS,
     NUM_WRITING,
     ORIGIN,
@@ -47,6 +50,7 @@ from gear_loader.storage.ids import (
     slots_of,
 )
 from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import (
     BUSY,
     DONE,
@@ -58,15 +62,18 @@ from gear_loader.storage.operations.view import (
     REFUSE,
     REQUEST_HEAD,
     REQUEST_NOW,
+    SPILL,
     START,
     UNREADY,
 )
-from gear_loader.storage.prefixes import Prefixes, set_prefixes
+from gear_loader.storage.prefixes import Prefixes, kept_leaders, set_prefixes
+from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY, WRITING
+from gear_loader.storage.tier_counts import WANTED_BYTES
 from gear_loader.utils.arrays import Array
 
 INLINE_BYTES = 512 * 1024
@@ -278,36 +285,38 @@ class Index:
     def place_payload(
         self,
         heap: Array,
-        runs: Array,
-        sizes: Array,
-        owners: tuple[Array, Array, Array],
+        payload: Payload,
+        slots: Array,
+        generations: Array,
         *,
         evict: int,
         wait: bool,
+        spots: Array | None = None,
         ahead: int = 0,
         check: Callable[[], int] | None = None,
         then: Callable[[Array], None] | None = None,
-    ) -> Array | None:
-        """Find places for ragged values of trajectories, by the policy of `begin`.
+    ) -> Array:
+        """Find places for ragged values of trajectories from `begin`, by the same policy.
 
         Args:
-            heap: int64, the table's payload memory. runs, sizes, ahead: as for `extents.take_payload`.
-            owners: slots, generations and spots of the trajectories, as there, which are being written unless `check`
-                says otherwise.
+            heap: int64, the table's payload memory. payload: the values. slots, generations: int64 [n], from `begin`.
             evict, wait: as for `begin`.
-            check: called under the lock before each attempt; returns how many trajectories of `owners` are being
-                written, or -1 if some are gone: then None is returned.
+            spots, ahead: as for `extents.take_payload`; by default nothing is kept for more values.
+            check: called under the lock before each attempt; returns how many of the trajectories are being written, or
+                -1 if some are gone: then nothing is done.
             then: called under the lock with what is returned.
 
         Returns:
-            Byte of `heap` where each value begins, int64 [V].
+            Byte of `heap` where each value begins, int64 [V]; int64 [0] if some trajectories are gone.
 
         Raises:
             As `begin`; evictions are not undone.
         """
-        offsets: Array = np.zeros(len(sizes), dtype=np.int64)
-        slots, generations, spots = owners
+        offsets: Array = np.zeros(len(payload.sizes), dtype=np.int64)
+        spots = np.zeros((len(slots), SPOT_WIDTH), dtype=np.int64) if spots is None else spots
+        given = slots, generations, payload.runs, payload.sizes
         ops, where, counters = self.arrays.ops, self.arrays.where, self.arrays.counters
+        needed = min(heap.nbytes, int(payload.sizes.sum()))
         gone = False
 
         def attempt() -> int:
@@ -317,31 +326,37 @@ class Index:
                 gone = writing < 0
                 if gone:
                     return DONE
-                answer: int = ops.take_payload(
-                    where, heap, slots, generations, runs, sizes, offsets, spots, ahead
-                )
+                ops.reclaim(where)
+                kept = kept_leaders(self.arrays)
+                answer: int = ops.take_payload(where, heap, *given, kept, offsets, spots, ahead)
                 if answer == DONE:
                     if then is not None:
                         then(offsets)
                     return answer
                 if counters[NUM_RETIRED]:
                     return READ
+                if self.arrays.tier is not None and not (counters[DISK_FULL] and evict != REFUSE):
+                    if counters[NUM_READY] == counters[NUM_SPILLED] and not counters[NUM_PARKED]:
+                        return FULL if counters[NUM_WRITING] == writing else BUSY
+                    tier = self.arrays.tier_counts
+                    tier[WANTED_BYTES] = max(int(tier[WANTED_BYTES]), needed)
+                    return SPILL
                 if evict == REFUSE:
                     return answer
                 if not counters[NUM_READY]:
                     return FULL if counters[NUM_WRITING] == writing else BUSY
                 ops.evict(where, max(1, int(counters[NUM_STEPS]) // 64), evict)
 
-        chosen = np.unique(runs[:, 0])
+        chosen = np.unique(payload.runs[:, 0])
         try:
             steps = int(self.arrays.extent[slots[chosen], 0].sum())
             self.allocator.obtain((len(chosen), 0, steps), attempt, evict=evict, wait=wait)
         except TableFullError as error:
             raise TableFullError(
                 f"{error} What is full is the memory of ragged values, {heap.nbytes:,} bytes (Memory payload), to "
-                f"which {int(sizes.sum()):,} were to be added."
+                f"which {int(payload.sizes.sum()):,} were to be added."
             ) from None
-        return None if gone else offsets
+        return offsets[:0] if gone else offsets
 
     @property
     def takes_clients_ids(self) -> bool:
@@ -625,7 +640,12 @@ class Index:
         return self.recovery.locked(spill)
 
     def promote(
-        self, slot: int, generation: int, known: tuple[int, int, int], write: Callable[[Array], None]
+        self,
+        slot: int,
+        generation: int,
+        known: tuple[int, int, int],
+        write: Callable[[Array], None],
+        place: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Bring a trajectory that lies on disk only back into memory.
 
@@ -633,10 +653,10 @@ class Index:
             slot, generation: the trajectory.
             known: its steps, final steps, and bits of filled columns before its rows were read from disk.
             write: copies its rows into blocks, int32 [blocks]; called under the lock.
+            place: finds room for its ragged values, if there is some; called under the lock before.
 
         Returns:
-            False, having done nothing, if it is gone, in memory already or was in between, or too few blocks are
-            free.
+            False, having done nothing, if it is gone, in memory already or was in between, or there is too little room.
         """
         arrays = self.arrays
 
@@ -645,6 +665,8 @@ class Index:
             if (int(extent[0]), int(extent[2]), int(filled_bits(arrays, np.array([slot]))[0])) != known:
                 return False
             ids = np.empty(int(arrays.blocks_of(extent[0] + extent[2])), dtype=np.int32)
+            if extent[1] >= 0 or not place():
+                return False
             answer = arrays.ops.take_back(arrays.where, slot, generation, ids)
             if answer == FLIP and self.allocator.flip(-1):
                 answer = arrays.ops.take_back(arrays.where, slot, generation, ids)

@@ -19,9 +19,9 @@ from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits, set_filled
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
-from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.payload import write_steps
+from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.recalling import Recall
 from gear_loader.storage.schema import Schema
@@ -164,12 +164,12 @@ class _FillCall:
                     if not write_steps(values, _ONE, at, heap, offsets[place]):
                         raise arrays.corrupt("a ragged value has a part outside of its memory")
 
-            owners = slots, generations, np.zeros((len(rows), SPOT_WIDTH), dtype=np.int64)
-            given = np.concatenate(runs), np.concatenate(sizes), owners
-            if (
-                index.place_payload(heap, *given, evict=evict, wait=wait, check=is_there, then=write)
-                is not None
-            ):
+            joined = np.concatenate(sizes)
+            payload = Payload(np.concatenate(runs), joined, joined, joined, (), None)
+            offsets = index.place_payload(
+                heap, payload, slots, generations, evict=evict, wait=wait, check=is_there, then=write
+            )
+            if len(offsets) == len(joined):
                 return
 
     def _attempt(self, ticket: Ticket, size: int, left: Array) -> Array:

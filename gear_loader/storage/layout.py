@@ -19,9 +19,10 @@
                     filled     int64 [T, 2]               [0, 2] without late columns. Generation that the bits are of
                                                           (of others none is set); bit i: late column number i of the
                                                           trajectory is filled
-                    prefix     int64 [T, 3]               [0, 3] of a table without prefixes. Generation that the others
+                    prefix     int64 [T, 5]               [0, 5] of a table without prefixes. Generation that the others
                                                           are of; sequence number of the trajectory whose first steps
-                                                          this one begins with, and how many
+                                                          this one begins with, and how many; slot and generation that
+                                                          the values per group were stored with
                     moved      uint32 [T]                 new place of the block table during a compaction
                     priority   float32 [T]                latest priority, or -1
                     sampled    int32 [T]                  number of draws, if counted
@@ -233,7 +234,7 @@ class Layout:
             ("created", np.int64, (slots,)),
             ("revised", np.int64, (slots,)),
             ("filled", np.int64, (slots if schema.late or schema.mutable else 0, 2)),
-            ("prefix", np.int64, (slots if prefixes else 0, 3)),
+            ("prefix", np.int64, (slots if prefixes else 0, 5)),
             ("moved", np.uint32, (slots,)),
             ("priority", np.float32, (slots,)),
             ("sampled", np.int32, (slots,)),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_loader.native.ragged_copies import measure_values, read_values, write_values
+from gear_loader.native.ragged_copies import count_rows, measure_values, read_values, write_values
 from gear_loader.storage.coded_values import CodedReader
+from gear_loader.storage.disk import ValueReader
+from gear_loader.storage.disk_records import parts_of, rows_of
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
@@ -29,12 +31,16 @@ from gear_loader.storage.operations.extents import (
     SPOT_TAKEN,
     extent_size,
 )
+from gear_loader.storage.prefixes import kept_leaders, leaders_of
 from gear_loader.storage.ragged import Ragged, Values, texts
 from gear_loader.storage.ragged_input import Payload, StepValues
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from gear_loader.storage.index import Index
 
 assert (HEADER, SIZE, NEXT) == (32, 0, 3)
 assert (SPOT_SLOT, SPOT_GENERATION, SPOT_EXTENT, SPOT_AT, SPOT_END, SPOT_TAKEN) == (
@@ -71,17 +77,45 @@ def write_payload(payload: Payload, heap: Array, offsets: Array) -> bool:
     return True
 
 
+def used_bytes(region: Region, index: Index) -> Array:
+    """Bytes of the memory of ragged values that each slot has, with headers and padding, int64 [slots]."""
+    used: Array = np.zeros(index.arrays.num_slots, dtype=np.int64)
+    if region.layout.payload:
+        ops, where, heap = index.arrays.ops, index.arrays.where, region.payload()
+        index.recovery.read(lambda: ops.measure_payload(where, heap, kept_leaders(index.arrays), used))
+    return used
+
+
+def value_bytes(region: Region, arrays: IndexArrays, slots: Array) -> int:
+    """Bytes of the ragged values of trajectories, int64 [n], that are in memory. Takes no lock."""
+    total = 0
+    for name, values in region.layout.schema.ragged.items():
+        given = arrays.extent, arrays.block_ids, arrays.num_blocks, region.column_place(name)
+        once = region.layout.schema[name].trajectory
+        total += int(count_rows(slots, *given, once)) * values.row_bytes
+    return total
+
+
 class PayloadReader:
     """Reads ragged values of a table by their records, under a read ticket.
 
     Args:
         region, index: of the table. check: raises CorruptTableError if so many records are invalid.
+        tier: returns what reads values on disk, of a table with a disk tier; else None.
     """
 
-    def __init__(self, region: Region, index: IndexArrays, check: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        region: Region,
+        index: IndexArrays,
+        check: Callable[[int], None],
+        tier: Callable[[], ValueReader] | None = None,
+    ) -> None:
         heap = region.payload()
         self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
         self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
+        self._tier = tier
+        self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
     def read(
         self, values: Values, records: Array, shape: tuple[int, ...], *, slots: Array, pinned: bool = False
@@ -90,22 +124,25 @@ class PayloadReader:
         `decoding.decoded` makes of encoded ones.
 
         Args:
-            slots: int64 [n], of their trajectories. pinned: into pinned memory, except text.
+            values: of the table's schema. slots: int64 [n], of their trajectories.
+            pinned: into pinned memory, except text.
 
         Raises:
             CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
+            LostRowsError, MovedRowsError: of values on disk.
         """
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
         if values.coded is not None:
             return self._coded.read(values, records, shape, slots, pinned=pinned)
         pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        places = offsets.numpy()
-        self._check(int(measure_values(records, row_bytes, FIRST, self._end, places)))
+        places, tiered = offsets.numpy(), self._tier is not None
+        self._check(int(measure_values(records, row_bytes, FIRST, self._end, tiered, places)))
         memory = torch.empty(
             (int(places[-1]), *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned
         )
-        self._check(self.copy(records, row_bytes, 0, int(places[-1]) * row_bytes, memory.data_ptr()))
+        flat = memory.reshape(-1).view(torch.uint8).numpy()
+        self._check(self.copy(values, records, 0, int(places[-1]), flat))
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
@@ -116,23 +153,41 @@ class PayloadReader:
 
     def _check_bytes(self, records: Array) -> None:
         offsets = np.empty(len(records) + 1, dtype=np.int64)
-        self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, offsets)))
+        self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, False, offsets)))
 
     def _copy_bytes(self, record: Array, address: int) -> None:
-        self._check(self.copy(record, 1, 0, abs(int(record[0, 1])), address))
+        size = abs(int(record[0, 1]))
+        self._check(int(read_values(self._base, self._end, FIRST, record, 1, False, 0, size, address)))
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""
         return self._end // values.row_bytes
 
-    def copy(self, records: Array, row_bytes: int, skip: int, size: int, address: int) -> int:
-        """Copy bytes of the values of records, as they lie one after another; return how many are invalid.
+    def copy(self, values: Values, records: Array, skip: int, count: int, out: Array) -> int:
+        """Copy rows of the values of records, as they lie one after another; return how many are invalid.
 
         Args:
-            records: int64 [n, 2], contiguous. row_bytes: of a row. skip, size: first byte, and number of bytes.
-            address: of the memory that they are copied to.
+            values: as for `read`. records: int64 [n, 2], contiguous. skip, count: first row, and number of rows.
+            out: uint8 [bytes], contiguous.
+
+        Raises:
+            LostRowsError, MovedRowsError: of values on disk.
         """
-        return int(read_values(self._base, self._end, FIRST, records, row_bytes, skip, size, address))
+        size, tiered = values.row_bytes, self._tier is not None
+        given = FIRST, records, size, tiered, skip * size, count * size, out.ctypes.data
+        bad = int(read_values(self._base, self._end, *given))
+        if self._tier is not None and (records[:, 0] < 0).any():
+            rows = rows_of(records)
+            ends = np.cumsum(rows)
+            low, high = np.maximum(ends - rows, skip), np.minimum(ends, skip + count)
+            which = np.flatnonzero((records[:, 0] < 0) & (records[:, 1] >= 0) & (high > low))
+            slots, tags, first, _ = parts_of(records[which])
+            first, low = first + low[which] - (ends - rows)[which], low[which]
+            name = self._names[id(values)]
+            if len(which):
+                spans = first, high[which] - low
+                self._tier().read_values(name, slots, tags, *spans, (out, (low - skip) * size))
+        return bad
 
 
 def check_payload(region: Region, index: IndexArrays) -> None:
@@ -160,7 +215,7 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
     assert at == heap.nbytes, "the extents end beyond their memory"
     assert heap[CURSOR] in (*extents[:, 0].tolist(), at), "the cursor is no beginning of an extent"
     schema = region.layout.schema
-    for slot in np.flatnonzero(index.state == READY).tolist():
+    for slot in np.flatnonzero((index.state == READY) & (index.extent[:, 1] >= 0)).tolist():
         length, blocks = int(index.extent[slot, 0]), index.row(slot)
         filled = int(filled_bits(index, np.array([slot]))[0]) if schema.late else 0
         for name, values in schema.ragged.items():
@@ -173,7 +228,10 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
             begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T
             which = np.searchsorted(extents[:, 0], begins, side="right") - 1
             inside = (begins >= extents[which, 0] + HEADER) & (begins + sizes <= extents[which, 1])
-            own = (extents[which, 2] == slot) & (extents[which, 3] == index.generation[slot])
+            owner, generation = slot, index.generation[slot]
+            if schema[name].group and len(index.prefix):
+                owner, generation = (int(each[0]) for each in leaders_of(index, np.array([slot])))
+            own = (extents[which, 2] == owner) & (extents[which, 3] == generation)
             assert (inside & own).all(), f"values of column {name!r} of slot {slot} lie in memory of others"
 
 

@@ -17,33 +17,77 @@ if TYPE_CHECKING:
     from gear_loader.storage.engine import Engine
 
 
-def located_after(
-    engine: Engine, steps: Steps, prefix: Any, prefix_steps: Any, prefix_generation: Any
-) -> Prefixes:
-    """Check what trajectories are to begin with, and copy what they cannot share.
+class Beginning:
+    """What trajectories to store begin with, as it was given.
 
     Args:
-        steps: of the trajectories, without those of others.
-        prefix, prefix_steps, prefix_generation: as for `Table.add`.
+        engine: of the table. prefix, steps, generation: as `Table.extend` takes them.
 
     Raises:
-        SchemaError: values that do not fit. StaleIndexError: a trajectory that is not there.
+        SchemaError: the table does not share blocks.
     """
-    arrays, count = engine.index.arrays, len(steps.lengths)
-    if not engine.region.layout.prefixes:
-        raise SchemaError(
-            "A prefix was given, and the table shares no blocks; expected a table that was created with "
-            "memory=gear_loader.Memory(prefixes=True)."
-        )
-    slots = _integers("prefix", prefix, count)
-    chosen = np.flatnonzero(slots >= 0)
-    known, counts = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    wanted = None if prefix_generation is None else _integers("prefix_generation", prefix_generation, count)
-    given = None if prefix_steps is None else _integers("prefix_steps", prefix_steps, count)
-    ticket = Ticket()
 
-    def locate() -> Prefixes:
-        known[chosen], lengths = engine.index.reader.begin_read_rows(slots[chosen], ticket)
+    def __init__(self, engine: Engine, prefix: Any, steps: Any, generation: Any) -> None:
+        if prefix is None:
+            raise SchemaError(
+                f"prefix_steps is {shown(steps)} and prefix_generation {shown(generation)} without prefix; give it, or "
+                "none of them."
+            )
+        if not engine.region.layout.prefixes:
+            raise SchemaError(
+                "A prefix was given, and the table shares no blocks; expected a table that was created with "
+                "memory=gear_loader.Memory(prefixes=True)."
+            )
+        self._engine, self._prefix, self._steps, self._generation = engine, prefix, steps, generation
+
+    def records(self, count: int) -> list[dict[str, Array]]:
+        """The records of values per group that each of `count` trajectories has in common with what it begins with.
+
+        Raises:
+            As `located`.
+        """
+        arrays, region, names = self._engine.index.arrays, self._engine.region, self._engine.schema.per_group
+        ticket = Ticket()
+
+        def read() -> list[dict[str, Array]]:
+            slots, self._generation, _ = self._begin(count, ticket)
+            found: list[dict[str, Array]] = []
+            for slot in slots.tolist():
+                first = arrays.row(slot)[0] if slot >= 0 and names else 0
+                each = names if slot >= 0 else ()
+                found.append({name: region.column(name)[first, 0].copy().view(np.int64) for name in each})
+            return found
+
+        return ticket.during(read)
+
+    def located(self, steps: Steps) -> Prefixes:
+        """Find what trajectories are to begin with, and copy what they cannot share.
+
+        Args:
+            steps: of the trajectories, without those of others.
+
+        Raises:
+            SchemaError: values that do not fit. StaleIndexError: a trajectory that is not there.
+        """
+        arrays, ticket = self._engine.index.arrays, Ticket()
+
+        def locate() -> Prefixes:
+            slots, known, counts = self._begin(len(steps.lengths), ticket)
+            shared = counts // arrays.block_steps
+            shared[shared <= arrays.copied_blocks] = 0
+            return Prefixes(slots, known, counts, shared, _rows(self._engine, steps, slots, counts, shared))
+
+        return ticket.during(locate)
+
+    def _begin(self, count: int, ticket: Ticket) -> tuple[Array, Array, Array]:
+        """Begin a read ticket; return slots, generations and steps of what trajectories begin with, int64 [count]."""
+        slots = _integers("prefix", self._prefix, count)
+        chosen = np.flatnonzero(slots >= 0)
+        known, counts = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        wanted = self._generation
+        wanted = None if wanted is None else _integers("prefix_generation", wanted, count)
+        given = None if self._steps is None else _integers("prefix_steps", self._steps, count)
+        known[chosen], lengths = self._engine.index.reader.begin_read_rows(slots[chosen], ticket)
         if wanted is not None and (bad := np.flatnonzero(known[chosen] != wanted[chosen])).size:
             row = chosen[bad[0]]
             raise StaleIndexError(
@@ -51,17 +95,14 @@ def located_after(
                 f"or evicted; another trajectory, of generation {known[row]}, has that index now. Nothing was stored."
             )
         counts[chosen] = lengths if given is None else given[chosen]
-        if (bad := np.flatnonzero((counts[chosen] < 1) | (counts[chosen] > lengths))).size:
+        least = 0 if self._engine.schema.per_group else 1
+        if (bad := np.flatnonzero((counts[chosen] < least) | (counts[chosen] > lengths))).size:
             row = chosen[bad[0]]
             raise SchemaError(
-                f"prefix_steps of trajectory {row} is {counts[row]:,}; expected 1 to {lengths[bad[0]]:,}, the steps of "
-                f"index {slots[row]}."
+                f"prefix_steps of trajectory {row} is {counts[row]:,}; expected {least} to {lengths[bad[0]]:,}, the "
+                f"steps of index {slots[row]}."
             )
-        shared = counts // arrays.block_steps
-        shared[shared <= arrays.copied_blocks] = 0
-        return Prefixes(slots, known, counts, shared, _rows(engine, steps, slots, counts, shared))
-
-    return ticket.during(locate)
+        return slots, known, counts
 
 
 def _integers(name: str, value: Any, count: int) -> Array:

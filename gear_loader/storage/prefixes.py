@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gear_loader.storage.incoming import Steps
+from gear_loader.storage.states import FREE
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
@@ -48,11 +49,33 @@ def prefixes_of(arrays: IndexArrays, slots: Array) -> tuple[Array, Array]:
     return np.where(known, found[:, 1], -1), np.where(known, found[:, 2], 0)
 
 
+def leaders_of(arrays: IndexArrays, slots: Array) -> tuple[Array, Array]:
+    """Slots and generations of the trajectories that values per group were stored with, int64 [n] each.
+
+    Args:
+        slots: int64 [n], of a table with prefixes. The caller holds the lock or a read ticket.
+    """
+    found, generations = arrays.prefix[slots], arrays.generation[slots]
+    known = found[:, 0] == generations
+    return np.where(known, found[:, 3], slots), np.where(known, found[:, 4], generations)
+
+
+def kept_leaders(arrays: IndexArrays) -> Array:
+    """The leaders that trajectories have, ascending, each generation * slots of the table + slot. Under the lock."""
+    if not len(arrays.prefix):
+        return np.empty(0, dtype=np.int64)
+    used = (arrays.state != FREE) & (arrays.prefix[:, 0] == arrays.generation)
+    leaders: Array = np.unique(arrays.prefix[used, 4] * arrays.num_slots + arrays.prefix[used, 3])
+    return leaders
+
+
 def set_prefixes(arrays: IndexArrays, slots: Array, prefixes: Prefixes) -> None:
     """Write down what trajectories begin with, which are not committed yet. The caller holds the lock."""
     chosen = prefixes.slots >= 0
     slots, parents, steps = slots[chosen], prefixes.slots[chosen], prefixes.steps[chosen]
     roots, common = prefixes_of(arrays, parents)
     roots = np.where((roots >= 0) & (steps <= common), roots, arrays.sequence[parents])
-    arrays.prefix[slots, 1], arrays.prefix[slots, 2] = roots, steps
+    leaders = leaders_of(arrays, parents)
+    for place, values in enumerate((roots, steps, *leaders), start=1):
+        arrays.prefix[slots, place] = values
     arrays.prefix[slots, 0] = arrays.generation[slots]  # last: until then there is none

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,23 +34,39 @@ class Payload(NamedTuple):
     hold: object
 
 
-def with_records(schema: Schema, trajectories: Sequence[Any]) -> tuple[list[Any], Payload]:
+Common = Callable[[int], Sequence[Mapping[str, Array]]]
+"""Returns for so many trajectories the records of values that they have in common with others: column -> int64 [2]."""
+
+
+def with_records(
+    schema: Schema, trajectories: Sequence[Any], common: Common | None = None
+) -> tuple[list[Any], Payload]:
     """Trajectories with records in place of ragged values, for `payload.write_payload` to complete.
+
+    Args:
+        common: of values that trajectories do not give.
 
     Raises:
         SchemaError: values that do not fit; the message names the first trajectory.
     """
     parts = _Parts()
     given = []
+    known: Any = {} if common is None else dict(enumerate(common(len(trajectories))))
     for number, trajectory in enumerate(trajectories):
         rows = as_mapping(trajectory, schema.objects)
         if isinstance(rows, Mapping):  # other values are an error of `Schema.validate`
             rows = dict(settled(rows))
+            if taken := [name for name in known.get(number, ()) if name in rows]:
+                raise SchemaError(
+                    f"Trajectory {number} has the columns {taken}, which are per group, and a prefix, whose values "
+                    "it has in common; leave them out."
+                )
             for name in schema.ragged:
                 if name in rows:
                     rows[name] = parts.add(
                         number, schema[name], rows[name], f"Column {name!r} of trajectory {number}"
                     )
+            rows.update(known.get(number, {}))
         given.append(rows)
     return given, parts.joined()
 

@@ -11,7 +11,7 @@ from gear_loader.native.lanes import EMPTY_LANE, LANE_GENERATION, LANE_SLOT
 from gear_loader.native.ragged_copies import append_values
 from gear_loader.storage.operations.extents import HEADER, SPOT_AT, SPOT_END, SPOT_EXTENT, SPOT_WIDTH
 from gear_loader.storage.payload import write_steps
-from gear_loader.storage.ragged_input import StepValues
+from gear_loader.storage.ragged_input import Payload, StepValues
 from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array
 
@@ -101,18 +101,19 @@ class RaggedSteps:
         def then(offsets: Array) -> None:
             self._write(values, chosen, steps, offsets)
 
-        found: Array | None = index.place_payload(
+        offsets = index.place_payload(
             self._heap,
-            runs,
-            sizes,
-            (slots, generations, self._spots),
+            Payload(runs, sizes, sizes, sizes, (), values),
+            slots,
+            generations,
+            spots=self._spots,
             evict=evict,
             wait=wait,
             ahead=self._ahead,
             check=check,
             then=then if visible else None,
         )
-        return found
+        return offsets if len(offsets) == len(sizes) else None
 
     def _write(self, values: StepValues, chosen: Array, steps: slice, offsets: Array) -> None:
         if len(chosen) and not write_steps(values, chosen, steps, self._heap, offsets):

@@ -28,8 +28,8 @@ from gear_loader.utils.lazy_torch import is_tensor, torch
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 """Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64
-_OPTIONS = ("final", "cast", "trajectory", "late", "mutable", *TEXTS.values())
-"""Options of a column that are stored with a table: True, ``per="trajectory"``, or text."""
+_OPTIONS = ("final", "cast", "trajectory", "group", "late", "mutable", *TEXTS.values())
+"""Options of a column that are stored with a table: True, ``per="trajectory"``, the same for ``"group"``, or text."""
 _CODEC = "codec="
 """Begins the option of a column with a codec, followed by `Codec.to_text`."""
 _LARGEST_EXTENT = 2**37 - 1
@@ -56,7 +56,9 @@ class Column:
             such lists. They lie in memory of their own, `Memory.payload`.
         per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return.
             `Table.add` gets it as ``[*shape]``, `Writer.commit` as `trajectory`; batches have ``[B, *shape]`` of it. It
-            is stored once, in the trajectory's first block.
+            is stored once, in the trajectory's first block. ``"group"`` for values of any length that a trajectory has
+            in common with those that are added with it as their `prefix` (`Table.add`), which do not give them: stored
+            once, and read as per trajectory.
         final: whether a trajectory may have one more value of this column after its last step: the observation that
             follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never an
             anchor.
@@ -83,7 +85,7 @@ class Column:
 
     dtype: torch.dtype = dataclasses.field(compare=False)
     shape: tuple[Any, ...] = ()
-    per: Literal["step", "trajectory"] = dataclasses.field(default="step", kw_only=True)
+    per: Literal["step", "trajectory", "group"] = dataclasses.field(default="step", kw_only=True)
     final: bool = dataclasses.field(default=False, kw_only=True)
     cast: bool = dataclasses.field(default=False, kw_only=True)
     late: bool = dataclasses.field(default=False, kw_only=True)
@@ -101,7 +103,7 @@ class Column:
             dtype: torch.dtype | type[str] | type[bytes] | type[object],
             shape: Sequence[int | None] | int = (),
             *,
-            per: Literal["step", "trajectory"] = "step",
+            per: Literal["step", "trajectory", "group"] = "step",
             final: bool = False,
             cast: bool = False,
             late: bool = False,
@@ -111,10 +113,10 @@ class Column:
 
     def __post_init__(self) -> None:
         flag("Column final", self.final)
-        one_of("Column per", self.per, ("step", "trajectory"))
+        one_of("Column per", self.per, ("step", "trajectory", "group"))
         if self.final and self.trajectory:
             raise SchemaError(
-                "A column has final=True and per='trajectory'; expected one of them: it has no steps, so none that "
+                f"A column has final=True and per={self.per!r}; expected one of them: it has no steps, so none that "
                 "follows the last one."
             )
         given: Any = self.dtype
@@ -179,6 +181,11 @@ class Column:
         if varies:
             self._make_ragged(Values(name, extents[1:]))
             return
+        if self.group:
+            raise SchemaError(
+                f"A column has per='group' and shape {extents}; expected values of any length, which are stored apart: "
+                f"shape {(None, *extents[1:])}, str or bytes."
+            )
         object.__setattr__(self, "shape", extents)
         flag("Column cast", self.cast)
         flag("Column late", self.late)
@@ -212,7 +219,7 @@ class Column:
         return dtype
 
     def __repr__(self) -> str:
-        options = ", per='trajectory'" if self.trajectory else ""
+        options = f", per={self.per!r}" if self.trajectory else ""
         options += "".join(
             f", {option}=True" for option in ("final", "cast", "late", "mutable") if getattr(self, option)
         )
@@ -226,7 +233,12 @@ class Column:
     @property
     def trajectory(self) -> bool:
         """Whether a trajectory has one value of the column."""
-        return self.per == "trajectory"
+        return self.per != "step"
+
+    @property
+    def group(self) -> bool:
+        """Whether trajectories that begin with others have the same value."""
+        return self.per == "group"
 
     @property
     def step_bytes(self) -> int:
@@ -438,6 +450,11 @@ class Schema(Mapping[str, Column]):
         """The columns of Python objects."""
         return frozenset(name for name, values in self.ragged.items() if values.kind == "object")
 
+    @functools.cached_property
+    def per_group(self) -> tuple[str, ...]:
+        """The columns that trajectories have in common with those that they begin with."""
+        return tuple(name for name, column in self._columns.items() if column.group)
+
     def late_bits(self, columns: Iterable[str]) -> int:
         """Bits of those of `columns` that are late; 0 if none is."""
         return sum(1 << self.late.index(name) for name in set(columns) if name in self.late)
@@ -537,8 +554,8 @@ class Schema(Mapping[str, Column]):
                     "integers."
                 )
             given: dict[str, Any] = dict.fromkeys(options, True)
-            if given.pop("trajectory", False):
-                given["per"] = "trajectory"
+            per = [per for per in ("group", "trajectory") if given.pop(per, False)]
+            given |= {"per": per[0]} if per else {}
             text = next((kind for kind, option in TEXTS.items() if given.pop(option, False)), None)
             if text is not None and (dtype, shape) != ("uint8", [None]):
                 raise SchemaError(

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from gear_loader.storage import counters as at
 from gear_loader.storage.disk import DiskStats
+from gear_loader.storage.payload import used_bytes, value_bytes
 from gear_loader.storage.states import READY
 from gear_loader.storage.tier_counts import SLOW_SHARE, TierCounts
 
 if TYPE_CHECKING:
     from gear_loader.storage.index import Index
     from gear_loader.storage.layout import Layout
+    from gear_loader.storage.region import Region
 
 BLOCK_ENTRY_BYTES = 4 * 4
 """Bytes of the index for one block: entries in a block table and in the free stack, and use counts."""
@@ -25,9 +27,9 @@ class TableStats:
 
     Attributes:
         num_trajectories, num_steps: live trajectories and their steps.
-        payload_bytes: bytes of the live steps.
+        payload_bytes: bytes of the live steps, and of their ragged values.
         resident_bytes: bytes of all blocks in use (including padding, unfinished and retired trajectories) and of
-            their index entries.
+            their index entries, and those of ragged values in use.
         reserved_bytes: bytes of the region.
         fixed_row_bytes: bytes of the same trajectories in rows as long as the longest of them.
         blocks_in_use, num_blocks, block_steps: allocated blocks, total blocks, steps of a block.
@@ -41,13 +43,16 @@ class TableStats:
         disk: state of the copy on disk, of the table that this process created with `disk`; else None.
         num_spilled: live trajectories that are on disk only; see `Disk.size`.
         num_lost: trajectories removed because they could not be read from disk.
-        spilled_bytes: bytes of the steps of the trajectories on disk only.
+        spilled_bytes: bytes of the steps of the trajectories on disk only, without ragged values.
         num_hits, num_misses: rows of batches that were found in memory, and that were read from disk; both are counted
             only while some trajectories are on disk only.
         miss_bytes, miss_seconds: bytes read for them, and the seconds it took.
         promoted_bytes: bytes of trajectories that were brought back into memory.
         disk_wait: share of the time that batches were read from disk, over ten seconds, in the process that waited most
             in the last minute. From 0.7 on the disk is too slow for the loop, and ``str()`` says so.
+        value_bytes: bytes of the ragged values of live trajectories in memory, part of `payload_bytes`.
+        value_resident_bytes: bytes of the memory of ragged values in use, with headers, padding, unfinished and retired
+            trajectories, part of `resident_bytes`. value_reserved_bytes: all of it, `Memory.payload`.
     """
 
     num_trajectories: int
@@ -77,6 +82,9 @@ class TableStats:
     miss_seconds: float = 0.0
     promoted_bytes: int = 0
     disk_wait: float = 0.0
+    value_bytes: int = 0
+    value_resident_bytes: int = 0
+    value_reserved_bytes: int = 0
 
     @property
     def mean_length(self) -> float:
@@ -119,9 +127,16 @@ class TableStats:
                 line("resident", self.resident_bytes, self.overhead),
                 line("fixed rows", self.fixed_row_bytes, self.fixed_row_overhead),
                 line("reserved", self.reserved_bytes, self.reserved_bytes / payload),
+                *self._value_lines(),
                 *self._disk_lines(),
             )
         )
+
+    def _value_lines(self) -> list[str]:
+        if not self.value_reserved_bytes:
+            return []
+        share = f"{self.value_resident_bytes:,} B of {self.value_reserved_bytes:,} in use"
+        return [f"{'ragged values':<14}{self.value_bytes:>16,} B  {share}"]
 
     def _disk_lines(self) -> list[str]:
         lines = [] if self.disk is None else [f"{'disk':<14}{self.disk}"]
@@ -144,9 +159,9 @@ class TableStats:
         return lines
 
 
-def stats_of(index: Index, layout: Layout) -> TableStats:
+def stats_of(index: Index, region: Region) -> TableStats:
     """The statistics of a table."""
-    snapshot = index.reader.snapshot()
+    layout, snapshot = region.layout, index.reader.snapshot()
     counters = index.arrays.counters
     slots_in_use = layout.max_trajectories - int(counters[at.NUM_FREE_SLOTS])
     blocks = layout.num_blocks - int(counters[at.NUM_FREE_BLOCKS])
@@ -154,13 +169,14 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
     per_block = layout.block_bytes + BLOCK_ENTRY_BYTES
     first = layout.arrays["extent"][0]
     step_bytes, once = layout.schema.step_bytes, layout.schema.trajectory_bytes
+    values, taken = value_bytes(region, index.arrays, snapshot.slots), int(used_bytes(region, index).sum())
     return TableStats(
         num_trajectories=len(snapshot),
         num_steps=snapshot.num_steps,
-        payload_bytes=snapshot.num_steps * step_bytes + len(snapshot) * once,
-        resident_bytes=first + slots_in_use * layout.slot_bytes + blocks * per_block,
+        payload_bytes=snapshot.num_steps * step_bytes + len(snapshot) * once + values,
+        resident_bytes=first + slots_in_use * layout.slot_bytes + blocks * per_block + taken,
         reserved_bytes=layout.region_bytes + layout.device_bytes,
-        fixed_row_bytes=len(snapshot) * (longest * step_bytes + once),
+        fixed_row_bytes=len(snapshot) * (longest * step_bytes + once) + values,
         blocks_in_use=blocks,
         num_blocks=layout.num_blocks,
         block_steps=layout.block_steps,
@@ -174,6 +190,9 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
         num_spilled=int(counters[at.NUM_SPILLED]),
         num_lost=int(counters[at.NUM_LOST]),
         num_outdated=int(counters[at.NUM_OUTDATED]),
+        value_bytes=values,
+        value_resident_bytes=taken,
+        value_reserved_bytes=layout.payload,
         **({} if layout.tier is None else _tier(index, layout)),
     )
 

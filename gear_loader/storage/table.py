@@ -42,8 +42,7 @@ from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.numa import check_numa
 from gear_loader.storage.payload import check_payload
-from gear_loader.storage.prefix_input import located_after
-from gear_loader.storage.prefixes import Prefixes
+from gear_loader.storage.prefix_input import Beginning
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
@@ -197,9 +196,16 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
-        check_packages(layout.schema.ragged.values())
+        late = {name: layout.schema[name] for name in layout.schema.late}
         if tier is not None:
-            check_fixed(layout.schema, "a table whose disk has a size takes")
+            check_fixed(late, "a table whose disk has a size takes late")
+        coded = [name for name, values in layout.schema.ragged.items() if values.coded is not None]
+        if tier is not None and coded:
+            raise SchemaError(
+                f"The columns {coded} have a codec, and the disk has a size; expected one of both. Give the table a "
+                "disk without a size, or memory for all values."
+            )
+        check_packages(layout.schema.ragged.values())
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
         one_of("if_exists", if_exists, ("error", "attach", "replace"))
@@ -558,7 +564,8 @@ class Table:
                 the observation that follows the last action. Windows read it, but it is never an anchor.
             prefix: index of a trajectory whose first steps this one begins with: `trajectory` has the steps after them.
                 Whole blocks of these steps are stored once, for as long as one of the trajectories is there; with
-                columns per trajectory all but the first. Needs ``Memory(prefixes=True)``. It is not evicted to make
+                columns per trajectory all but the first. Columns per group are left out: it has those of that
+                trajectory. Needs ``Memory(prefixes=True)``. It is not evicted to make
                 room for this call.
             prefix_steps: how many steps; by default all of that trajectory, without its final step.
             prefix_generation: generation of the index, as batches have it; detects one that was reused.
@@ -579,9 +586,10 @@ class Table:
         index = engine.index
         first = checked_priority(priority)
         schema = engine.schema.added
-        begins = any(given is not None for given in (prefix, prefix_steps, prefix_generation))
-        if (schema.ragged or begins) and final is None:
-            steps, finals = listed(schema, [trajectory]), None
+        begins = self._begins(prefix, prefix_steps, prefix_generation)
+        if (schema.ragged or begins is not None) and final is None:
+            common = None if begins is None else begins.records
+            steps, finals = listed(schema, [trajectory], common), None
         elif final is not None:
             steps, finals = listed(schema, [with_final(schema, trajectory, final)]), _ONE
         else:
@@ -592,19 +600,13 @@ class Table:
                     return slot
             steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
             finals = None
-        prefixes = self._prefixes(steps, prefix, prefix_steps, prefix_generation) if begins else None
+        prefixes = None if begins is None else begins.located(steps)
         priorities = np.array([first], dtype=np.float32)
         return int(engine.store_steps(steps, priorities, None, finals, prefixes=prefixes)[0])
 
-    def _prefixes(self, steps: Steps, prefix: Any, prefix_steps: Any, generation: Any) -> Prefixes | None:
-        if prefix is not None:
-            return located_after(self._engine, steps, prefix, prefix_steps, generation)
-        if prefix_steps is not None or generation is not None:
-            raise SchemaError(
-                f"prefix_steps is {shown(prefix_steps)} and prefix_generation {shown(generation)} without prefix; "
-                "give it, or none of them."
-            )
-        return None
+    def _begins(self, *prefix: Any) -> Beginning | None:
+        given = any(each is not None for each in prefix)
+        return Beginning(self._engine, *prefix) if given else None
 
     def writer(
         self, *, chunk_steps: int | None = None, overlap_steps: int = 0, commit_every_step: bool = False
@@ -701,6 +703,10 @@ class Table:
         self._engine.check_open()
         if overlap_steps and not commit_every_step:
             check_fixed(self.schema.added, "writers with overlap_steps and without commit_every_step take")
+        if commit_every_step and self._engine.has_tier:
+            check_fixed(
+                self.schema.added, "writers with commit_every_step of a table whose disk has a size take"
+            )
         late = [name for name in self.schema.late if not self.schema[name].trajectory]
         overlap_steps = at_least("overlap_steps", overlap_steps, least=0)
         flag("commit_every_step", commit_every_step)
@@ -774,14 +780,20 @@ class Table:
     ) -> Array:
         index, schema = self._engine.index, self.schema.added
         lengths = rectangular(trajectories) if lengths is None else lengths
-        steps = listed(schema, trajectories) if lengths is None else stacked(schema, trajectories, lengths)
+        begins = self._begins(*prefix)
+        common = None if begins is None else begins.records
+        steps = (
+            listed(schema, trajectories, common)
+            if lengths is None
+            else stacked(schema, trajectories, lengths)
+        )
         count = len(steps.lengths)
         priorities = checked_priorities(priority, count)
         given = check_ids(ids[0], count) if ids else None
         if not count:
             return np.empty(0, dtype=np.int64)
         given = given if given is not None and (given >= 0).any() else None
-        prefixes = self._prefixes(steps, *prefix) if prefix else None
+        prefixes = None if begins is None else begins.located(steps)
         return self._engine.store_steps(steps, priorities, given, index=index, prefixes=prefixes)
 
     @property

@@ -24,7 +24,8 @@ from gear_loader.utils.arrays import Array
     PROMOTED_BYTES,  # brought back into memory
     WAIT,  # thousandths of a process's last ten seconds during which its batches were read
     WAIT_TIME,  # when they ended, as `time.monotonic_ns` tells it
-) = range(8)
+    WANTED_BYTES,  # of the memory of ragged values, most that a writer has waited for since trajectories were spilled
+) = range(9)
 COUNTS = 16
 """Entries of `tier_counts`."""
 COPIES_WIDTH = 11

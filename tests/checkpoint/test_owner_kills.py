@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from checkpoint_common import contents, make
 from options_common import nested_table
-from table_common import COLUMNS, bury, fresh_name, number_of, numbers_of, rows
+from table_common import COLUMNS, RAGGED, bury, fresh_name, number_of, numbers_of, rows
 
 import gear_loader as gear
 from gear_loader.checkpoint import files as files_module
@@ -34,20 +34,20 @@ SIZES: dict[str, Any] = {
 
 
 def disk_of(path: str | Path, kind: str) -> gear.Disk:
-    if kind == "tier":  # writes when memory is short
+    if "tier" in kind:  # writes when memory is short
         return gear.Disk(path, sync_seconds=1e6, size="1GiB", keep="newest")
     return gear.Disk(path, sync_seconds=0.01)
 
 
-def _save(pipe: Connection, path: str, turn: int) -> None:
+def _save(pipe: Connection, path: str, turn: int, ragged: bool) -> None:
     """Save again and again, and tell how many trajectories have been."""
     files_module.PIECE_BYTES = 4096
     saving.HOLD_BYTES = 4096 if turn % 2 else 1 << 30
-    table = gear.Table.load(path) if turn else make(on_full="evict_oldest", max_steps=600)
+    table = gear.Table.load(path) if turn else make(on_full="evict_oldest", max_steps=600, ragged=ragged)
     generator, first = random.Random(turn), table.stats().num_inserted
     pipe.send(first)
     for number in range(first, first + 10_000):
-        table.add(rows(number, generator.randint(1, 60)), priority=float(number))
+        table.add(rows(number, generator.randint(1, 60), ragged=ragged), priority=float(number))
         table.save(path)
         pipe.send(number + 1)
 
@@ -55,11 +55,14 @@ def _save(pipe: Connection, path: str, turn: int) -> None:
 def _own(pipe: Connection, path: str, kind: str, name: str) -> None:
     """Create or recover the table, and tell how many trajectories are on disk."""
     disk = disk_of(path, kind)
-    memory = {"max_blocks": 60} if kind == "tier" else {}
+    memory: dict[str, Any] = {"max_blocks": 60} if "tier" in kind else {}
+    if "ragged" in kind:
+        memory["payload"] = 40_000 if "tier" in kind else 200_000
     if disk.exists():
         table = gear.Table.recover(disk, name=name, **memory)
     else:
-        table = gear.Table.create(COLUMNS, **nested_table({**SIZES, **memory, "name": name, "disk": disk}))
+        columns = RAGGED if "ragged" in kind else COLUMNS
+        table = gear.Table.create(columns, **nested_table({**SIZES, **memory, "name": name, "disk": disk}))
     pipe.send(0)
     while True:
         pipe.send(table._engine.disk._following)  # type: ignore[union-attr]
@@ -70,7 +73,7 @@ def _add(name: str, seed: int) -> None:
     generator = random.Random(seed)
     with gear.Table.attach(name, timeout=PATIENCE) as table:
         for number in range(10**6):
-            table.add(rows(number, generator.randint(1, 60)))
+            table.add(rows(number, generator.randint(1, 60), ragged=bool(table.schema.ragged)))
 
 
 def started(work: Any, *given: Any) -> Any:
@@ -81,7 +84,7 @@ def started(work: Any, *given: Any) -> Any:
 
 def fill(table: gear.Table) -> None:
     for number in range(200):
-        table.add(rows(number, 20))
+        table.add(rows(number, 20, ragged=bool(table.schema.ragged)))
 
 
 def check_memory(name: str, pid: int, kind: str) -> None:
@@ -90,7 +93,7 @@ def check_memory(name: str, pid: int, kind: str) -> None:
         bury(table)
         table.check_valid()
         numbers_of(table)
-        if kind == "tier":
+        if "tier" in kind:
             with pytest.raises(
                 TableFullError, match=f"process {pid} that moved trajectories there has ended"
             ):
@@ -98,20 +101,23 @@ def check_memory(name: str, pid: int, kind: str) -> None:
         table.unlink()
 
 
-@pytest.mark.parametrize("kind", ["save", "behind", "tier"])
+@pytest.mark.parametrize("kind", ["save", "behind", "tier", "ragged save", "ragged behind", "ragged tier"])
 def test_what_was_told_is_there_and_everything_is_whole(tmp_path: Path, kind: str) -> None:
     """The last complete write is there, or a later one; each process goes on with what its predecessor left."""
+    saves = kind.endswith("save")
     generator, path, inserted = random.Random(0), str(tmp_path / "table"), 0
-    for turn in range(20 if kind == "save" else 10):
+    for turn in range(20 if saves else 10):
         name = fresh_name()
         pipe, theirs = CONTEXT.Pipe()
         owner = (
-            started(_save, theirs, path, turn) if kind == "save" else started(_own, theirs, path, kind, name)
+            started(_save, theirs, path, turn, "ragged" in kind)
+            if saves
+            else started(_own, theirs, path, kind, name)
         )
         theirs.close()
         assert pipe.poll(PATIENCE)
-        assert pipe.recv() == (inserted if kind == "save" else 0)
-        beside = [] if kind == "save" else [started(_add, name, 2 * turn + i) for i in range(2)]
+        assert pipe.recv() == (inserted if saves else 0)
+        beside = [] if saves else [started(_add, name, 2 * turn + i) for i in range(2)]
         told, wanted = 0, inserted + (20 if beside else int(turn == 0 or generator.random() < 0.7))
         while told < wanted:
             assert pipe.poll(PATIENCE)
@@ -125,19 +131,19 @@ def test_what_was_told_is_there_and_everything_is_whole(tmp_path: Path, kind: st
             while pipe.poll(0):
                 told = max(told, pipe.recv())
         pipe.close()
-        if kind != "save":
+        if not saves:
             check_memory(name, owner.pid, kind)
-        with gear.Table.load(path) if kind == "save" else gear.Table.recover(disk_of(path, kind)) as table:
+        with gear.Table.load(path) if saves else gear.Table.recover(disk_of(path, kind)) as table:
             kept = contents(table)
             numbers = [number_of(table[int(slot)]) for slot in table.indices()]
             assert kept["counts"][0] == kept["sequences"][-1] + 1 >= told
             inserted = kept["counts"][0]
-            if kind == "save":  # no more than the save that was under way
+            if saves:  # no more than the save that was under way
                 assert inserted <= told + 1
                 assert numbers == kept["sequences"] == [int(each) for each in kept["priorities"]]
                 assert numbers == list(range(numbers[0], numbers[-1] + 1)), (
                     "the newest that there was room for"
                 )
-            elif kind == "tier":
+            elif "tier" in kind:
                 assert table._engine.num_spilled > 0
     assert inserted > 10

@@ -18,6 +18,7 @@ pytest.importorskip("zstandard", reason="needs zstandard: pip install '.[codecs]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 DEVICE = torch.device("cuda", 1)
 PACKED = {"windows": gear.Whole(), "layout": "packed"}
+TREE = {"windows": gear.Whole(), "layout": "tree"}
 PADDED = {"windows": gear.Window(2), "sampler": gear.Prioritized()}
 
 
@@ -44,6 +45,26 @@ def filled() -> gear.Table:
     return table
 
 
+def grouped() -> gear.Table:
+    """Trajectories that begin with others, and have values in common with them."""
+    random = np.random.default_rng(1)
+    columns = {
+        "x": gear.Column(torch.int32, (None, 2), per="group"),
+        "text": gear.Column(str, per="group"),
+        "coded": gear.Column(torch.float32, (3,), codec="zstd", per="group"),
+        "y": gear.Column(torch.float32),
+    }
+    sizes = {"max_steps": 400, "max_trajectories": 30, "block_steps": 4}
+    table = gear.Table.create(columns, memory=gear.Memory(payload="64KiB", prefixes=True), **sizes)
+    steps = lambda n: {"y": random.random(n, dtype=np.float32)}  # noqa: E731
+    for group in range(4):
+        values = {"x": random.integers(0, 9, (9 * group, 2), dtype=np.int32), "text": "z" * group}
+        values["coded"] = random.random(3, dtype=np.float32)
+        first = table.add({**steps(12 + group), **values})
+        table.extend([steps(n) for n in (1, 4, 9)], prefix=first, prefix_steps=3 + 2 * group)
+    return table
+
+
 def kept(batch: dict[str, Any]) -> dict[str, Any]:
     """Copies, which the GPU makes when nothing refers to the batch any longer."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, dict(batch))  # type: ignore[no-any-return]
@@ -51,13 +72,16 @@ def kept(batch: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("options", "policy", "copy"),
-    [(PADDED, "random", None), (PADDED, "latest", True), (PACKED, "random", True), (PACKED, "latest", None)],
+    [
+        *[(PADDED, "random", None), (PADDED, "latest", True), (PACKED, "random", True)],
+        *[(PACKED, "latest", None), (TREE, "random", None), (TREE, "latest", True)],
+    ],
 )
 def test_batches_are_those_of_the_cpu(options: dict[str, Any], policy: Policy, copy: bool | None) -> None:
     def batches(device: Any) -> list[dict[str, Any]]:
-        table = filled()
+        table = grouped() if options is TREE else filled()
         ahead = gear.Prefetch(2, copy=copy)
-        dataset = gear.ReplayDataset(table, batch_size=4, device=device, prefetch=ahead, **options)
+        dataset = gear.ReplayDataset(table, batch_size=6, device=device, prefetch=ahead, **options)
         found = [kept(dataset.sample()) for _ in range(2)]
         found += [kept(batch) for batch, _ in zip(dataset, range(4), strict=False)]
         found = [on_host(batch) for batch in found]
@@ -78,5 +102,5 @@ def test_batches_are_those_of_the_cpu(options: dict[str, Any], policy: Policy, c
         for part in ("values", "offsets"):
             mine = getattr(one["x"], part)
             torch.testing.assert_close(mine, getattr(other["x"], part), rtol=0, atol=0)
-        for name in ("index", "coded"):
+        for name in {*one} - {"x", "text", "max_seqlen"}:
             torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)

@@ -24,7 +24,7 @@ from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.growth import finish
 from gear_loader.storage.operations.room import lowest
 from gear_loader.storage.operations.view import DONE
-from gear_loader.storage.prefix_input import located_after
+from gear_loader.storage.prefix_input import Beginning
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.states import FREE, READY, WRITING
 
@@ -177,7 +177,7 @@ def _after(parent: int, steps: int, length: int, policy: int = 0) -> Act:
     def act(table: gear.Table, index: Index) -> None:
         values = np.arange(length) + 5000
         given = listed(table.schema, [{"x": values}])
-        prefixes = located_after(table._engine, given, parent, steps, None)
+        prefixes = Beginning(table._engine, parent, steps, None).located(given)
         lengths = np.array([steps + length])
         slots, ids = index.begin(lengths, evict=policy, prefixes=prefixes)
         table._engine._write(ids, prefixes.rows)

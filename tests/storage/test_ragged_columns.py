@@ -24,7 +24,6 @@ from table_common import Died, Fragile, bury, mortal
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, FilledError, LockTimeoutError, SchemaError, TableFullError
 from gear_loader.storage.late import fill_columns
-from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.ragged_input import with_records
 from gear_loader.storage.schema import Schema
 
@@ -360,6 +359,37 @@ def act(seed: int, on_full: Any, payload: int, count: int) -> None:
         table.check_valid()
 
 
+@pytest.mark.parametrize(("mean", "most"), [(4096, 1.025), (100_000, 1.002)])
+def test_every_byte_of_values_is_counted_and_few_are_wasted(mean: int, most: float) -> None:
+    """Of log-normal sizes, while trajectories are evicted and others removed at random."""
+    random, columns = (
+        np.random.default_rng(0),
+        {"blob": gear.Column(bytes), "text": gear.Column(str, per="trajectory")},
+    )
+    sizes: dict[str, Any] = {"max_steps": 4000, "max_trajectories": 2000, "on_full": "evict_oldest"}
+    with gear.Table.create(columns, memory=gear.Memory(payload=200 * mean), **sizes) as table:
+        known: dict[int, int] = {}
+        for _ in range(600):
+            steps = int(random.integers(1, 3))
+            counts = random.lognormal(np.log(mean) - 0.5, 1.0, steps).astype(int)
+            counts = np.minimum(counts, 20 * mean)
+            slot = table.add({"blob": [bytes(int(n)) for n in counts], "text": "x" * int(counts[0] % 9)})
+            known[slot] = int(counts.sum()) + int(counts[0] % 9)
+            if random.random() < 0.2:
+                table.remove(int(random.choice(table.indices())))
+        stats, live = table.stats(), table.indices().tolist()
+        assert stats.value_bytes == sum(known[slot] for slot in live)
+        step_bytes, once = table.schema.step_bytes, table.schema.trajectory_bytes
+        assert stats.payload_bytes == stats.value_bytes + stats.num_steps * step_bytes + len(live) * once
+        assert stats.value_bytes < stats.value_resident_bytes < stats.value_reserved_bytes
+        assert stats.value_reserved_bytes == table._engine.region.layout.payload
+        assert stats.value_resident_bytes <= most * stats.value_bytes
+        assert stats.value_resident_bytes > 0.85 * stats.value_reserved_bytes
+        assert f"{stats.value_bytes:,} B  {stats.value_resident_bytes:,} B of " in str(stats)
+        table.clear()
+        assert table.stats().value_resident_bytes == table.stats().value_bytes == 0
+
+
 def test_a_death_at_every_store_leaves_extents_that_are_whole() -> None:
     """Of a process that gives values their places, in gaps of several trajectories that left and around the end."""
     random, deaths = np.random.default_rng(3), 0
@@ -378,8 +408,9 @@ def test_a_death_at_every_store_leaves_extents_that_are_whole() -> None:
                 with mortal(table, stores) as index:
                     taken, _ = index.begin(np.array([4, 2]), evict=0)
                     heap = table._engine.region.payload().view(Fragile)
-                    owners = taken, index.arrays.generation[taken], np.zeros((2, SPOT_WIDTH), dtype=np.int64)
-                    index.place_payload(heap, payload.runs, payload.sizes, owners, evict=0, wait=False)
+                    index.place_payload(
+                        heap, payload, taken, index.arrays.generation[taken], evict=0, wait=False
+                    )
             except Died:
                 died, deaths = True, deaths + 1
             bury(table)
@@ -793,10 +824,10 @@ def test_what_does_not_go_with_them(tmp_path: Any) -> None:
     ):
         gear.Schema({"x": ragged, "y": gear.Column(torch.float32, final=True)})
     with pytest.raises(
-        SchemaError, match="a table whose disk has a size takes columns of a fixed shape only"
+        SchemaError, match=r"The columns \['x'\] have a codec, and the disk has a size; expected one of both"
     ):
         gear.Table.create(
-            {"x": ragged},
+            {"x": gear.Column(torch.uint8, (4,), codec="zstd")},
             memory=gear.Memory("1MiB", payload=1000),
             disk=gear.Disk(tmp_path, size="1MiB"),
             **sizes,
@@ -911,9 +942,8 @@ def test_a_wait_for_room_holds_none() -> None:
     def place(index: Any, pieces: int) -> np.ndarray[Any, Any]:
         _, payload = with_records(Schema(columns), [{"blob": [bytes(1000)] * pieces}])
         slots, _ = index.begin(np.array([pieces]), evict=1)
-        owners = slots, index.arrays.generation[slots], np.zeros((1, SPOT_WIDTH), dtype=np.int64)
-        heap = table._engine.region.payload()
-        index.place_payload(heap, payload.runs, payload.sizes, owners, evict=1, wait=False)
+        heap, generations = table._engine.region.payload(), index.arrays.generation[slots]
+        index.place_payload(heap, payload, slots, generations, evict=1, wait=False)
         return slots
 
     with gear.Table.create(

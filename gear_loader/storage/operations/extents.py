@@ -7,9 +7,11 @@
                   size, slot, generation, next   int64; then the values
 
 A value that no gap can hold is split: it has extents of its own, of which each names the next.
-An extent is in use as long as its slot has that generation and is not FREE; else it is a gap. So nothing here changes
-when trajectories are evicted, aborted or recovered, and readers keep values as they keep blocks. The cursor is always
-the beginning of an extent, or the end. A process that is killed leaves extents that follow one another: sizes and
+An extent is in use as long as its slot has that generation and is not FREE, and its trajectory does not lie on disk
+only, or blocks are still parked for readers; or other slots have it as their leader (see `prefixes.py`). Else it is a
+gap. So nothing here changes when trajectories are evicted, aborted, spilled or recovered, and readers keep values as
+they keep blocks. The cursor is always the beginning of an extent, or the end. A process that is killed leaves extents
+that follow one another: sizes and
 owners are written when nobody refers to what they change.
 """
 
@@ -20,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from gear_loader.native.compile import inlined
+from gear_loader.storage.counters import COMING_BACK, NUM_PARKED
 from gear_loader.storage.operations.lifecycle import reclaim
 from gear_loader.storage.operations.view import DONE, SHORT, fence, require
-from gear_loader.storage.states import FREE
+from gear_loader.storage.states import FREE, WRITING
 
 CURSOR = 0
 FIRST, HEADER, GRAIN = 64, 32, 16  # bytes
@@ -43,15 +46,31 @@ def extent_size(heap: Any, at: Any) -> Any:
 
 
 @inlined
-def is_used(v: Any, heap: Any, at: Any) -> Any:
-    """Whether a trajectory has the extent that begins at byte `at`."""
+def is_own(v: Any, heap: Any, at: Any) -> Any:
+    """Whether the slot of the extent that begins at byte `at` has the trajectory that it was stored with."""
     slot = heap[at // 8 + SLOT]
     require(slot < v.num_slots)
-    return slot >= 0 and v.state[slot] != FREE and v.generation[slot] == heap[at // 8 + GENERATION]
+    if slot < 0 or v.state[slot] == FREE or v.generation[slot] != heap[at // 8 + GENERATION]:
+        return False
+    inside = v.extent[slot, 1] >= 0 or v.state[slot] == WRITING
+    return inside or v.counters[NUM_PARKED] != 0 or v.counters[COMING_BACK] == slot + 1
 
 
 @inlined
-def find_gap(v: Any, heap: Any, need: Any) -> Any:
+def is_used(v: Any, heap: Any, at: Any, kept: Any) -> Any:
+    """Whether a trajectory has the extent that begins at byte `at`; kept: see `take_payload`."""
+    if is_own(v, heap, at):
+        return True
+    slot = heap[at // 8 + SLOT]
+    if slot < 0 or len(kept) == 0:
+        return False
+    leader = heap[at // 8 + GENERATION] * v.num_slots + slot
+    place = np.searchsorted(kept, leader)
+    return place < len(kept) and kept[place] == leader
+
+
+@inlined
+def find_gap(v: Any, heap: Any, need: Any, kept: Any) -> Any:
     """Where the next gap of at least `need` bytes begins, from the cursor on.
 
     Gaps that follow one another are joined on the way.
@@ -69,10 +88,10 @@ def find_gap(v: Any, heap: Any, need: Any) -> Any:
             continue
         size = extent_size(heap, at)
         following = at + size
-        if is_used(v, heap, at):
+        if is_used(v, heap, at, kept):
             at = following
             continue
-        while following < end and not is_used(v, heap, following):
+        while following < end and not is_used(v, heap, following, kept):
             if following == heap[CURSOR]:
                 heap[CURSOR] = at
                 fence()
@@ -130,11 +149,11 @@ def trim(heap: Any, extent: Any, end: Any) -> None:
 
 
 @inlined
-def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any) -> Any:
+def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any, kept: Any) -> Any:
     """Give gaps that can together hold a value of `size` bytes to a slot; return where the first of them begins."""
     first, last = -1, -1
     while size > 0:
-        gap = find_gap(v, heap, LEAST)
+        gap = find_gap(v, heap, LEAST, kept)
         require(gap > 0)
         part = min(size, extent_size(heap, gap) - HEADER)
         keep(heap, gap, gap + HEADER + part, slot, generation)
@@ -162,6 +181,31 @@ def give_back(heap: Any, count: Any, sizes: Any, offsets: Any, begins: Any) -> N
 
 
 @inlined
+def forget_payload(v: Any, heap: Any, slots: Any) -> None:
+    """Make gaps of what trajectories on disk had in memory: they come back, with extents of their own."""
+    mine = np.zeros(v.num_slots, dtype=np.bool_)
+    for i in range(len(slots)):
+        mine[slots[i]] = True
+    at, end = FIRST, len(heap) * 8
+    while heap[CURSOR] != 0 and at < end:
+        slot = heap[at // 8 + SLOT]
+        if slot >= 0 and not is_own(v, heap, at) and mine[slot]:
+            heap[at // 8 + SLOT] = -1
+        at += extent_size(heap, at)
+
+
+@inlined
+def measure_payload(v: Any, heap: Any, kept: Any, used: Any) -> None:
+    """Add the bytes of the extents of each slot, with their headers, to `used`, int64 [slots]; kept: see `is_used`."""
+    at, end = FIRST, len(heap) * 8
+    while heap[CURSOR] != 0 and at < end:
+        size = extent_size(heap, at)
+        if is_used(v, heap, at, kept):
+            used[heap[at // 8 + SLOT]] += size
+        at += size
+
+
+@inlined
 def take_payload(
     v: Any,
     heap: Any,
@@ -169,6 +213,7 @@ def take_payload(
     generations: Any,
     runs: Any,
     sizes: Any,
+    kept: Any,
     offsets: Any,
     spots: Any,
     ahead: Any,
@@ -183,6 +228,7 @@ def take_payload(
         heap: int64, see the module. slots, generations: int64 [n].
         runs: int64 [R, 3], ascending: number of the trajectory, and first and end of its values in `sizes`.
         sizes: int64 [V], bytes.
+        kept: int64 [K], of `prefixes.kept_leaders`.
         offsets: int64 [V], output: first byte of each, 0 of empty ones; negative: of the first extent of a split one.
         spots: int64 [n, SPOT_WIDTH], where each trajectory's next values go; of others, and zeros: nowhere yet.
         ahead: most bytes that a trajectory keeps for those, no more than it has taken.
@@ -217,7 +263,7 @@ def take_payload(
                         trim(heap, spot[SPOT_EXTENT], at)
                     fresh = 0
                     spot[SPOT_EXTENT] = spot[SPOT_AT] = spot[SPOT_END] = at = 0
-                gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN)
+                gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN, kept)
                 if gap <= 0 and -gap < size:
                     give_back(heap, i, sizes, offsets, begins)
                     for k in runs[: r + 1, TRAJECTORY]:
@@ -232,7 +278,7 @@ def take_payload(
                     return SHORT
                 spot[SPOT_TAKEN] += size
                 if gap <= 0:
-                    offsets[i] = -split_value(v, heap, size, slot, generation)
+                    offsets[i] = -split_value(v, heap, size, slot, generation, kept)
                     continue
                 begins[i] = spot[SPOT_EXTENT] = fresh = gap
                 at, spot[SPOT_END] = gap + HEADER, gap + extent_size(heap, gap)
