@@ -9,8 +9,10 @@ import numpy as np
 from gear_loader.storage.counters import COMING_BACK
 from gear_loader.storage.disk_records import rows_of
 from gear_loader.storage.engine import Engine
+from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import DONE
 from gear_loader.storage.payload import write_payload
+from gear_loader.storage.prefixes import kept_leaders
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.utils.arrays import Array, data_address
 
@@ -85,8 +87,11 @@ class ReturningValues:
         self._offsets = np.zeros(len(payload.sizes), dtype=np.int64)
         arrays.counters[COMING_BACK] = int(self._slots[i]) + 1
         try:
-            given = self._slots[who], self._generations[who], payload.runs, payload.sizes, self._offsets
-            answer: int = arrays.ops.take_payload(arrays.where, self._heap, *given)
+            given = self._slots[who], self._generations[who], payload.runs, payload.sizes
+            spots: Array = np.zeros((1, SPOT_WIDTH), dtype=np.int64)
+            answer: int = arrays.ops.take_payload(
+                arrays.where, self._heap, *given, kept_leaders(arrays), self._offsets, spots, 0
+            )
         finally:
             arrays.counters[COMING_BACK] = 0
         return answer == DONE

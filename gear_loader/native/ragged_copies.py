@@ -9,10 +9,14 @@ import numpy as np
 from numba import carray, int64, njit
 
 from gear_loader.native.compile import compiled
+from gear_loader.native.lanes import LANE_GENERATION, LANE_SLOT
 from gear_loader.native.memory import copy_bytes, order_stores, pointer
 
-_HEADER, _SIZE, _NEXT = 32, 0, 3  # as `gear_loader.storage.operations.extents` has them
+_SLOT, _GENERATION, _EXTENT, _AT, _END, _TAKEN, _GRAIN = 0, 1, 2, 3, 4, 5, 16  # of a spot
+_HEADER, _SIZE, _NEXT = 32, 0, 3  # all as `gear_loader.storage.operations.extents` has them
 _COUNT = (1 << 41) - 1  # as `gear_loader.storage.disk_records` has them
+
+assert (LANE_SLOT, LANE_GENERATION) == (0, 1)  # compiled into the cached machine code
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -67,6 +71,44 @@ def write_values(base, end, addresses, offsets, sizes) -> bool:  # type: ignore[
             i += 1
         if size > 0:
             copy_bytes(base + target, source, size)
+    return True
+
+
+@compiled
+def append_values(base, lanes, chosen, spots, first, count, parts, records) -> bool:  # type: ignore[no-untyped-def]
+    """Copy values into the room that trajectories keep for their next ones, and complete their records.
+
+    Args:
+        base: address of the payload. lanes: int64 [n, LANE_WIDTH]. chosen: int64 [m], lanes whose values they are.
+        spots: int64 [n, SPOT_WIDTH], as `take_payload` has made them.
+        first, count: the values of the only lane; a negative count: that of each lane is number `lane`.
+        parts, records: of a `StepValues`.
+
+    Returns:
+        False, having done nothing, if one has not enough room.
+    """
+    for write in range(2):
+        for lane in chosen:
+            spot = spots[lane]
+            if spot[_SLOT] != lanes[lane, LANE_SLOT] or spot[_GENERATION] != lanes[lane, LANE_GENERATION]:
+                return False
+            begin, end = (first, first + count) if count >= 0 else (lane, lane + 1)
+            at = spot[_AT]
+            for c in range(parts.shape[1]):
+                at = (at + _GRAIN - 1) // _GRAIN * _GRAIN
+                for i in range(begin, end):
+                    size = parts[0, c, i]
+                    if write == 1:
+                        records[c, i, 0] = at if size > 0 else 0
+                        records[c, i, 1] = parts[1, c, i]
+                        if size > 0:
+                            copy_bytes(base + at, parts[2, c, i], size)
+                            spot[_TAKEN] += size
+                    at += size
+            if spot[_EXTENT] <= 0 or at > spot[_END]:
+                return False
+            if write == 1:
+                spot[_AT] = at
     return True
 
 

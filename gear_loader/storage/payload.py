@@ -19,6 +19,7 @@ from gear_loader.native.ragged_copies import (
 from gear_loader.storage.coded_values import CodedReader
 from gear_loader.storage.disk import ValueReader
 from gear_loader.storage.disk_records import parts_of, rows_of
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -29,11 +30,17 @@ from gear_loader.storage.operations.extents import (
     NEXT,
     SIZE,
     SLOT,
+    SPOT_AT,
+    SPOT_END,
+    SPOT_EXTENT,
+    SPOT_GENERATION,
+    SPOT_SLOT,
+    SPOT_TAKEN,
     extent_size,
 )
 from gear_loader.storage.prefixes import kept_leaders, leaders_of
 from gear_loader.storage.ragged import Ragged, Values, texts
-from gear_loader.storage.ragged_input import Payload
+from gear_loader.storage.ragged_input import Payload, StepValues
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
@@ -42,7 +49,15 @@ from gear_loader.utils.lazy_torch import torch
 if TYPE_CHECKING:
     from gear_loader.storage.index import Index
 
-assert (HEADER, SIZE, NEXT) == (32, 0, 3)  # compiled into `gear_loader.native.ragged_copies`
+assert (HEADER, SIZE, NEXT) == (32, 0, 3)
+assert (SPOT_SLOT, SPOT_GENERATION, SPOT_EXTENT, SPOT_AT, SPOT_END, SPOT_TAKEN) == (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+)  # compiled into `gear_loader.native.ragged_copies`
 
 
 def needed_bytes(payload: Payload) -> int:
@@ -51,6 +66,12 @@ def needed_bytes(payload: Payload) -> int:
     ends = np.concatenate(([0], np.cumsum(payload.sizes)))
     each = ends[runs[:, 2]] - ends[runs[:, 1]]
     return int((-(-each // GRAIN) * GRAIN).sum()) + HEADER * len(np.unique(runs[:, 0])) + FIRST
+
+
+def write_steps(values: StepValues, lanes: Array, steps: slice | Array, heap: Array, offsets: Array) -> bool:
+    """As `write_payload`, of values that got places in the order of `StepValues.runs`; `steps` may be int64 [k] too."""
+    sizes, addresses = values.placed(lanes, steps, offsets)
+    return bool(write_values(heap.ctypes.data, heap.nbytes, addresses, offsets, sizes))
 
 
 def write_payload(payload: Payload, heap: Array, offsets: Array) -> bool:
@@ -133,7 +154,7 @@ class PayloadReader:
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
-            except UnicodeDecodeError:
+            except ValueError:
                 self._check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
@@ -229,7 +250,10 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
     schema = region.layout.schema
     for slot in np.flatnonzero((index.state == READY) & (index.extent[:, 1] >= 0)).tolist():
         length, blocks = int(index.extent[slot, 0]), index.row(slot)
+        filled = int(filled_bits(index, np.array([slot]))[0]) if schema.late else 0
         for name, values in schema.ragged.items():
+            if schema[name].late and not filled & schema.late_bits([name]):
+                continue
             records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
             records = records[: 1 if schema[name].trajectory else length]
             each = (_parts_of(heap, place, rows, values.row_bytes) for place, rows in records.tolist())
