@@ -162,7 +162,7 @@ def test_what_is_filled_between_the_choice_and_the_lock_stays_in_memory(
     with tiered(tmp_path, COLUMNS, blocks=40) as table:
         index = add(table, 1, 9)
         table.save(tmp_path)
-        spiller = Spiller(table._engine.index, table._engine.region.layout, "newest", 3)
+        spiller = Spiller(table._engine.index, table._engine.region, "newest", 3)
         monkeypatch.setattr(spiller, "missing", lambda: 40)
         move = table._engine.index.spill
 

@@ -89,7 +89,7 @@ def _fill(*names: str) -> Act:
 def _note(table: gear.Table, slots: list[int]) -> None:
     save = _written[table._engine.region]
     records = save.on_disk.records[save.written]
-    Spiller(table._engine.index, table._engine.region.layout, "newest", 3).note(save.written, records)
+    Spiller(table._engine.index, table._engine.region, "newest", 3).note(save.written, records)
 
 
 def _spill(table: gear.Table, slots: list[int]) -> None:

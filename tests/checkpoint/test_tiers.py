@@ -160,13 +160,13 @@ def test_hot_trajectories_change_places_with_cold_ones(
 def test_what_stays_in_memory_follows_the_sampler(tmp_path: Path) -> None:
     with tiered(tmp_path, keep="auto") as table:
         add(table, 1, 4)
-        spiller = spilling.Spiller(table._engine.index, table._engine.region.layout, "auto")
+        spiller = spilling.Spiller(table._engine.index, table._engine.region, "auto")
         assert spiller._keep == "auto"  # as "newest"
         expected = [(gear.Fifo(), "oldest"), (gear.TopK(), "priority"), (gear.Lifo(), "newest")]
         for sampler, keep in [*expected, (gear.Prioritized(), "priority"), (gear.Uniform(), "newest")]:
             dataset(table, sampler=sampler).sample()
             assert spiller._keep == keep
-        assert spilling.Spiller(table._engine.index, table._engine.region.layout, "oldest")._keep == "oldest"
+        assert spilling.Spiller(table._engine.index, table._engine.region, "oldest")._keep == "oldest"
 
 
 def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_rows_are_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for number in range(40):
                 add(table, number, 10)
             table.save(tmp_path)
-            spiller = spilling.Spiller(table._engine.index, table._engine.region.layout, "newest")
+            spiller = spilling.Spiller(table._engine.index, table._engine.region, "newest")
             wait_until(lambda: not spiller.missing())
             before = top.read_file(region_path(name))
             data, misses = dataset(table), 0
