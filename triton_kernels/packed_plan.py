@@ -139,7 +139,7 @@ class PackedPlan:
     """The validated columns of packed batches.
 
     Args:
-        columns: at least one; those of steps have as many rows of `out`, and so have those per trajectory.
+        columns: at least one; those of steps have as many rows of `out`.
         position: int32 [capacity of steps], on the same device: the steps' numbers in their trajectories.
 
     Attributes:
@@ -160,8 +160,7 @@ class PackedPlan:
         self.device = position.device
         self.position = position
         steps = {len(position), *(len(each.out) for each in columns if not each.once)}
-        rows = {len(each.out) for each in columns if each.once}
-        if len(steps) > 1 or len(rows) > 1 or any(each.out.device != self.device for each in columns):
+        if len(steps) > 1 or any(each.out.device != self.device for each in columns):
             raise ValueError("The columns differ in capacity or device; expected the same for all.")
         words = (16, 4, 1)
         self.table = torch.tensor(

@@ -9,6 +9,7 @@ import numpy as np
 from gear_loader.storage.counters import COMING_BACK
 from gear_loader.storage.disk_records import rows_of
 from gear_loader.storage.engine import Engine
+from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import DONE
 from gear_loader.storage.payload import write_payload
 from gear_loader.storage.prefixes import kept_leaders
@@ -50,13 +51,9 @@ class ReturningValues:
                 total[i] += int(rows_of(records).sum()) * values.row_bytes
         most = engine.region.layout.payload if most_bytes is None else most_bytes
         self._payloads = [self._payload(i) if total[i] <= most else None for i in range(len(slots))]
-        arrays, heap = engine.index.arrays, engine.region.payload()
-        self._heap = heap
-
-        def forget() -> None:
-            arrays.ops.forget_payload(arrays.where, heap, slots, kept_leaders(arrays))
-
-        engine.index.recovery.locked(forget)
+        ops, where = engine.index.arrays.ops, engine.index.arrays.where
+        heap = self._heap = engine.region.payload()
+        engine.index.recovery.locked(lambda: ops.forget_payload(where, heap, slots))
         self._offsets: Array = np.empty(0, dtype=np.int64)
 
     def _payload(self, i: int) -> Payload:
@@ -90,14 +87,11 @@ class ReturningValues:
         self._offsets = np.zeros(len(payload.sizes), dtype=np.int64)
         arrays.counters[COMING_BACK] = int(self._slots[i]) + 1
         try:
-            given = (
-                self._slots[who],
-                self._generations[who],
-                payload.runs,
-                payload.sizes,
-                kept_leaders(arrays),
+            given = self._slots[who], self._generations[who], payload.runs, payload.sizes
+            spots: Array = np.zeros((1, SPOT_WIDTH), dtype=np.int64)
+            answer: int = arrays.ops.take_payload(
+                arrays.where, self._heap, *given, kept_leaders(arrays), self._offsets, spots, 0
             )
-            answer: int = arrays.ops.take_payload(arrays.where, self._heap, *given, self._offsets)
         finally:
             arrays.counters[COMING_BACK] = 0
         return answer == DONE

@@ -195,6 +195,13 @@ class TrajectoryRows:
                 self._read(name, buffer, begin, end, elsewhere)
 
         self._with_ticket(copy)
+        if name in self._value_ends and name in self._schema.late:
+            first, ends = self.bounds(name)
+            low = int(np.searchsorted(ends, begin, side="right"))
+            high = int(np.searchsorted(first, end, side="left"))
+            lacks = self.filled[low:high] & self._schema.late_bits([name]) == 0
+            counts = np.minimum(ends[low:high], end) - np.maximum(first[low:high], begin)
+            buffer.reshape(end - begin, -1)[np.repeat(lacks, counts)] = 0  # their records name nothing
 
     def _with_ticket(self, copy: Callable[[], None]) -> None:
         """Call a function that copies from blocks.

@@ -16,11 +16,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from gear_loader.collection.buffers import Buffers, GpuSide, TensorMemory, copy_batch
-from gear_loader.collection.movers import RowMover
+from gear_loader.collection.movers import CudaMover, HostMover, RowMover
 from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayout
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
+from gear_loader.collection.ragged_cuda import RaggedCuda
 from gear_loader.collection.ragged_values import read_ragged
 from gear_loader.collection.windows import ROW_KEYS, only_host_gathers
 from gear_loader.kernels.devices import multiprocessors
@@ -79,36 +80,39 @@ class TableSource:
                 reader.read_whole(rows.slots, lambda: mover.fill(buffers, self.only, rows))
             else:
                 mover.fill(buffers, self.only, rows)
-            if not mover.layout.ragged:
+            if not mover.ragged:
                 return
             with contextlib.suppress(MovedRowsError):  # else what was on disk has been written anew meanwhile
-                self._read_ragged(mover, buffers, rows)
+                self._read_ragged(mover, buffers, buffers.rows(len(rows)))
                 return
 
-    def _read_ragged(self, mover: RowMover, buffers: Any, rows: Any) -> None:
-        layout, shown = mover.layout, buffers.rows(len(rows))
+    def _read_ragged(self, mover: RowMover, buffers: Any, shown: Mapping[str, Any]) -> None:
+        """Read the values whose records have been gathered; those of a group once in a tree."""
+        layout = mover.layout
         grouped = (
-            {name: each for name, each in layout.ragged.items() if layout.column_of(name).group}
+            {name: each for name, each in mover.ragged.items() if layout.column_of(name).group}
             if layout.packed and layout.tree
             else {}
         )
-        others = {name: each for name, each in layout.ragged.items() if name not in grouped}
+        others = {name: each for name, each in mover.ragged.items() if name not in grouped}
         buffers.ragged = read_ragged(self.only, others, shown, pinned=mover.pinned)
         if grouped:
             leaders = torch.from_numpy(buffers.leaders)
-            shown = {name: shown[name][leaders] for name in ("index", *grouped)}
-            buffers.ragged |= read_ragged(self.only, grouped, shown, pinned=mover.pinned)
+            leading = {name: shown[name][leaders] for name in ("index", *grouped)}
+            buffers.ragged |= read_ragged(self.only, grouped, leading, pinned=mover.pinned)
 
 
 class _Staged(RowMover):
-    """Fills buffers on a GPU that cannot read the tables: with copies of batches that the CPU gathers in pinned memory.
+    """Fills buffers on a GPU with copies of batches that the CPU gathers in pinned memory.
 
     Args:
-        host: gathers them. device: the GPU.
+        host: gathers them. device: the GPU. values: what lets the GPU read arrays of ragged columns out of the table.
     """
 
-    def __init__(self, host: RowMover, device: torch.device) -> None:
-        self.layout, self._host, self._device = host.layout, host, device
+    def __init__(self, host: HostMover, device: torch.device, values: RaggedCuda | None = None) -> None:
+        self.layout, self._host, self._device, self._values = host.layout, host, device, values
+        self._arrays = {name: each for name, each in self.layout.ragged.items() if name not in host.ragged}
+        self.zero_copy = values is not None
 
     def buffers(self, *, shared: bool = False) -> Buffers:
         made: Buffers
@@ -127,6 +131,8 @@ class _Staged(RowMover):
         gpu = buffers.gpu
         assert gpu is not None
         gpu.filled.synchronize()
+        while self._values is not None and gpu.parts:
+            self._values.staging.give(gpu.parts.pop())
         try:
             read(self._host, gpu.staging, rows)
             buffers.follow(gpu.staging, len(rows))
@@ -138,6 +144,10 @@ class _Staged(RowMover):
                 else value
                 for name, value in gpu.staging.ragged.items()  # which keeps them until the copies have been made
             }
+            if self._values is not None:
+                assert self._host.only is not None
+                staged = gpu.staging.rows(len(rows))
+                buffers.ragged |= self._values.read(self._host.only, self._arrays, staged, gpu.parts)
         finally:
             gpu.filled.record(current_stream(self._device))
 
@@ -163,7 +173,7 @@ class Collector:
     def __init__(
         self,
         source: RowSource,
-        host: RowMover,
+        host: HostMover,
         *,
         device: torch.device,
         cuda: Callable[[], RowMover],
@@ -184,8 +194,8 @@ class Collector:
 
     @property
     def waits(self) -> bool:
-        """See `RowSource.waits`."""
-        return self.source.waits
+        """Whether `gather` waits for other processes, or lets the CPU gather, so that a thread should call it."""
+        return self.source.waits or not isinstance(self.mover, CudaMover)
 
     @property
     def regions(self) -> list[Region]:
@@ -251,9 +261,25 @@ def collector_for(
     tables, pinning = source.tables, False
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
-    if tree or only_host_gathers(tables[0].schema, windows):
-        zero_copy = False
     here = tables[0]._engine.device
+
+    def layout(returns: Literal["at once", "between", "after"]) -> Any:
+        if packed:
+            return PackedLayout(tables[0].schema, windows, tree=tree, **options)
+        return PaddedLayout(tables[0].schema, windows, batch_size=batch_size, returns=returns, **options)
+
+    def on_host(*, arrays: bool) -> Any:
+        return (PackedHost if packed else PaddedHost)(
+            layout("at once" if source.computes else "after"),
+            pinned=on_gpu,
+            only=None if here is not None else source.only,
+            arrays=arrays,
+        )
+
+    host, staged = on_host(arrays=True), only_host_gathers(tables[0].schema, windows)
+    text = all(values.kind != "array" for values in host.ragged.values())
+    if tree or (staged and (text or tables[0]._engine.has_tier)):
+        zero_copy = False
     if zero_copy is None and here is not None:
         zero_copy = device == here
     if zero_copy is None:
@@ -263,18 +289,9 @@ def collector_for(
         pinning = pinning and not zero_copy
     splits = source.only is None or source.only._engine.has_tier
 
-    def layout(returns: Literal["at once", "between", "after"]) -> Any:
-        if packed:
-            return PackedLayout(tables[0].schema, windows, tree=tree, **options)
-        return PaddedLayout(tables[0].schema, windows, batch_size=batch_size, returns=returns, **options)
-
-    host: Any = (PackedHost if packed else PaddedHost)(
-        layout("at once" if source.computes else "after"),
-        pinned=on_gpu,
-        only=None if here is not None else source.only,
-    )
-
     def cuda() -> Any:
+        if staged:
+            return _Staged(on_host(arrays=False), device, RaggedCuda(device, programs))
         kind: Any = PackedCuda if packed else PaddedCuda
         size = multiprocessors(device) if programs is None and here is not None else programs
         given = {"device": device, "programs": size, "tables": tables, "splits": splits}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gear_loader.collection.buffers import GpuSide, Staging
 from gear_loader.collection.tree_rows import tree_rows
+from gear_loader.storage.ragged import Values
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import current_stream
@@ -24,10 +25,12 @@ class RowMover:
         layout: `PaddedLayout` or `PackedLayout`.
         staging: memory of rows on their way into a batch.
         zero_copy: whether a GPU reads the tables itself. pinned: whether batches lie in pinned memory.
+        ragged: windows of which it copies ragged values, and what these are.
     """
 
     zero_copy = pinned = False
     layout: Any
+    ragged: Mapping[str, Values] = {}
     staging: Staging
 
     def buffers(self, *, shared: bool = False) -> Any:
@@ -91,10 +94,16 @@ class HostMover(RowMover):
     Args:
         layout: of the batches. pinned: whether they lie in pinned memory, from which a GPU gets copies.
         only: the table of all rows, so that a small batch may be gathered under its lock; None for several.
+        arrays: whether it copies arrays of ragged columns; else text alone, and a GPU reads the arrays.
     """
 
-    def __init__(self, layout: Any, *, pinned: bool = False, only: Table | None = None) -> None:
+    def __init__(
+        self, layout: Any, *, pinned: bool = False, only: Table | None = None, arrays: bool = True
+    ) -> None:
         self.layout, self.pinned, self.only = layout, pinned, only
+        self.ragged = {
+            name: values for name, values in layout.ragged.items() if arrays or values.kind != "array"
+        }
         self.staging = Staging(pinned=False)
 
 

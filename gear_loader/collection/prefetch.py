@@ -161,7 +161,7 @@ class Prefetcher:
             queue: as `Filler.queue`, tried first if the buffers can be filled so.
             items: second arguments of `fill`. A generator is closed if this ends, and no thread uses it.
         """
-        if self._prefetch and (not self.collector.zero_copy or self.collector.waits):
+        if self._prefetch and self.collector.waits:
             yield from self._ahead_in_thread(fill, items)
             return
         try:

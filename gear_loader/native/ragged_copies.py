@@ -9,10 +9,14 @@ import numpy as np
 from numba import carray, int64, njit
 
 from gear_loader.native.compile import compiled
+from gear_loader.native.lanes import LANE_GENERATION, LANE_SLOT
 from gear_loader.native.memory import copy_bytes, order_stores, pointer
 
-_HEADER, _SIZE, _NEXT = 32, 0, 3  # as `gear_loader.storage.operations.extents` has them
+_SLOT, _GENERATION, _EXTENT, _AT, _END, _TAKEN, _GRAIN = 0, 1, 2, 3, 4, 5, 16  # of a spot
+_HEADER, _SIZE, _NEXT = 32, 0, 3  # all as `gear_loader.storage.operations.extents` has them
 _COUNT = (1 << 41) - 1  # as `gear_loader.storage.disk_records` has them
+
+assert (LANE_SLOT, LANE_GENERATION) == (0, 1)  # compiled into the cached machine code
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -67,6 +71,44 @@ def write_values(base, end, addresses, offsets, sizes) -> bool:  # type: ignore[
             i += 1
         if size > 0:
             copy_bytes(base + target, source, size)
+    return True
+
+
+@compiled
+def append_values(base, lanes, chosen, spots, first, count, parts, records) -> bool:  # type: ignore[no-untyped-def]
+    """Copy values into the room that trajectories keep for their next ones, and complete their records.
+
+    Args:
+        base: address of the payload. lanes: int64 [n, LANE_WIDTH]. chosen: int64 [m], lanes whose values they are.
+        spots: int64 [n, SPOT_WIDTH], as `take_payload` has made them.
+        first, count: the values of the only lane; a negative count: that of each lane is number `lane`.
+        parts, records: of a `StepValues`.
+
+    Returns:
+        False, having done nothing, if one has not enough room.
+    """
+    for write in range(2):
+        for lane in chosen:
+            spot = spots[lane]
+            if spot[_SLOT] != lanes[lane, LANE_SLOT] or spot[_GENERATION] != lanes[lane, LANE_GENERATION]:
+                return False
+            begin, end = (first, first + count) if count >= 0 else (lane, lane + 1)
+            at = spot[_AT]
+            for c in range(parts.shape[1]):
+                at = (at + _GRAIN - 1) // _GRAIN * _GRAIN
+                for i in range(begin, end):
+                    size = parts[0, c, i]
+                    if write == 1:
+                        records[c, i, 0] = at if size > 0 else 0
+                        records[c, i, 1] = parts[1, c, i]
+                        if size > 0:
+                            copy_bytes(base + at, parts[2, c, i], size)
+                            spot[_TAKEN] += size
+                    at += size
+            if spot[_EXTENT] <= 0 or at > spot[_END]:
+                return False
+            if write == 1:
+                spot[_AT] = at
     return True
 
 
@@ -144,6 +186,70 @@ def read_values(base, end, first, records, row_bytes, on_disk, skip, size, out) 
         out, size, skip = out + taken, size - taken, 0
     order_stores()
     return bad
+
+
+BLOCK_SHIFT, PART_SHIFT = 20, 30
+"""Log2 of the bytes of a block of `list_values`, and of the bytes of values of a part."""
+PIECE_WIDTH = 5  # as `gear_loader.kernels.packed_plan` has it
+
+
+@njit(inline="always")
+def _put_piece(pieces, ends, count, place, size, at, unit, part_shift):  # type: ignore[no-untyped-def]
+    """Add bytes that lie one after another, cut where parts end; return how many pieces there are."""
+    part = int64(1) << part_shift
+    while size > 0:
+        taken = min(size, part - (at & part - 1))
+        if count < len(pieces):
+            pieces[count, 0], pieces[count, 1] = (
+                place >> BLOCK_SHIFT,
+                (place & (1 << BLOCK_SHIFT) - 1) // unit,
+            )
+            pieces[count, 2], pieces[count, 3], pieces[count, 4] = taken // unit, (at & part - 1) // unit, 0
+        count += 1
+        ends[at >> part_shift] = count
+        place, size, at = place + taken, size - taken, at + taken
+    return count
+
+
+@compiled
+def list_values(base, end, records, row_bytes, unit, part_shift, pieces, ends):  # type: ignore[no-untyped-def]
+    """List the pieces of memory that hold the values of records, as a GPU gathers them, one after another.
+
+    Args:
+        base, end: address and bytes of the payload. records: int64 [n, 2], checked by `measure_values`.
+        row_bytes: of a row. unit: bytes of which all places and sizes are multiples.
+        part_shift: log2 of the bytes of a part, in which the places of a piece are counted.
+        pieces: int32 [most, PIECE_WIDTH], output, see `gear_loader.kernels.packed_plan`: blocks are of
+            ``1 << BLOCK_SHIFT`` bytes, steps of `unit`.
+        ends: int64 [parts], output: the piece after the last one of each part.
+
+    Returns:
+        Number of pieces, of which those that `pieces` has no room for were not written; -1 if an extent is not valid.
+    """
+    words = carray(pointer(base), (end // 8,), np.int64)
+    count, begin, size, at = (
+        int64(0),
+        int64(0),
+        int64(0),
+        int64(0),
+    )  # of the piece that may go on: place, bytes, out
+    for i in range(len(records)):
+        place, left = records[i, 0], abs(records[i, 1]) * row_bytes
+        split = records[i, 1] < 0
+        while left > 0:
+            inside, taken = place, left
+            if split:
+                if place < _HEADER or place > end - _HEADER or place % 8 != 0:
+                    return -1
+                most = words[place // 8 + _SIZE] - _HEADER
+                if most <= 0 or most > end - _HEADER - place:
+                    return -1
+                inside, taken, place = place + _HEADER, min(left, most), words[place // 8 + _NEXT]
+            if inside != begin + size:
+                count = _put_piece(pieces, ends, count, begin, size, at, unit, part_shift)
+                begin, size, at = inside, int64(0), at + size
+            size, left = size + taken, left - taken
+    return _put_piece(pieces, ends, count, begin, size, at, unit, part_shift)
 
 
 @njit(inline="always")

@@ -33,7 +33,7 @@ from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, check_gamma, one_of
-from gear_loader.utils.device_option import usable_device
+from gear_loader.utils.device_option import check_device
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 _WIDER = {
@@ -170,7 +170,7 @@ class ReplayBuffer:
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
-        usable_device(device.device if isinstance(device, Gpu) else device)
+        check_device(device.device if isinstance(device, Gpu) else device)
         self._if_exists = one_of("if_exists", if_exists, ("error", "attach", "replace"))
         if if_exists != "error" and name is None:
             raise SchemaError(f"if_exists is {if_exists!r} without a name; expected both, or none.")

@@ -11,6 +11,7 @@ import numpy as np
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.kernels.special_priorities import UNSET
 from gear_loader.native.lanes import LANE_COMMON, LANE_STEPS
+from gear_loader.storage.ragged_input import StepValues
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
@@ -42,16 +43,17 @@ class Given:
 
     Attributes:
         priorities: float32 [n], -1 for none. last: the final step of those that end without `Sink.chunk` steps, or
-            None. once: values of the columns per trajectory.
+            None. once: values of the columns per trajectory. ragged: those of `once` that have to be placed, or None.
         out: int64 [n], output: index of the trajectory that each lane has committed, or KNOWN_LATER; else unchanged.
     """
 
-    __slots__ = ("last", "once", "out", "priorities")
+    __slots__ = ("last", "once", "out", "priorities", "ragged")
 
     def __init__(self, n: int) -> None:
         self.priorities: Array = np.full(n, UNSET, dtype=np.float32)
         self.last: Bytes | None = None
         self.once: Bytes = {}
+        self.ragged: StepValues | None = None
         self.out: Array = np.full(n, -1, dtype=np.int64)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, StaleIndexError, TableFullError
+from gear_loader.errors import GearError, SchemaError, StaleIndexError, TableFullError
 from gear_loader.native import copying
 from gear_loader.native.array_headers import ArrayHeaders
 from gear_loader.native.copying import (
@@ -34,6 +34,9 @@ from gear_loader.storage.appender import Bytes, Given, here, too_long
 from gear_loader.storage.growing_rows import GrowingRows
 from gear_loader.storage.operations.appending import ENDS
 from gear_loader.storage.operations.view import DONE, OUTSIDE
+from gear_loader.storage.ragged import Ragged
+from gear_loader.storage.ragged_input import StepValues, with_step_records
+from gear_loader.storage.ragged_steps import RaggedSteps
 from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
@@ -51,12 +54,14 @@ class StepSources(NamedTuple):
 
     Attributes:
         length: number of steps. sources: address of each column's contiguous steps, and bytes from the row of one lane
-        to that of the next, int64 [C, 2]. hold: owner of the memory.
+        to that of the next, int64 [C, 2]. hold: owner of the memory. ragged: values to be placed, whose records are
+        among the steps; or None.
     """
 
     length: int
     sources: Array
     hold: object
+    ragged: StepValues | None = None
 
 
 def _sources(length: int, addresses: Sequence[int], apart: Sequence[int], hold: object) -> StepSources:
@@ -89,6 +94,7 @@ class BlockSink:
         self.check = table.check_open
         self.remedy = f"make one with table.{'writer' if n == 1 else 'writers'}()"
         self._steps = self.schema.steps
+        self._payload = RaggedSteps(table, self, n) if self.schema.ragged else None
         self._block_steps = layout.block_steps
         self._columns = table.step_columns
         self._data = [] if table.device else [table.region.column(name) for name in self._steps]
@@ -149,10 +155,14 @@ class BlockSink:
     # ---------------------------------------------------------------- steps
 
     def located(self, rows: Any, what: str) -> StepSources:
-        if self._headers.read(rows):
+        values = None
+        if self._payload is not None:
+            by_lane = len(self.lanes) > 1
+            rows, values = with_step_records(self._steps, rows, what, by_lane=by_lane)
+        elif self._headers.read(rows):
             return StepSources(len(self.lanes), self._sources, rows)
         length, addresses, hold = self._steps.locate(rows, what=what)
-        return _sources(length, addresses, self._step_bytes, hold)
+        return _sources(length, addresses, self._step_bytes, hold)._replace(ragged=values)
 
     def plain(self, rows: Bytes) -> StepSources:
         return _located_bytes(rows, list(self._steps))
@@ -218,13 +228,18 @@ class BlockSink:
         given = (self._block_steps, self.lanes, self._blocks, chosen, rows.sources, first, count)
         copying.put_rows(columns, *given, 0 if once else -1)
 
-    def _put_once(self, chosen: Array, once: Bytes) -> None:
+    def _put_once(self, chosen: Array, given: Given) -> None:
         """Write what trajectories have once into their first blocks, where no other trajectory has any."""
-        if once:
-            self._put(chosen, _located_bytes(once, list(self.schema.per_trajectory)), 0, 1, once=True)
+        if not given.once:
+            return
+        if given.ragged is not None and self._payload is not None:
+            self._payload.place(chosen, given.ragged)
+        self._put(chosen, _located_bytes(given.once, list(self.schema.per_trajectory)), 0, 1, once=True)
 
     def add(self, rows: StepSources, first: int, count: int, given: Given) -> int:
         self.room(_ONE_LANE, count)
+        if rows.ragged is not None and self._payload is not None:
+            self._payload.place(_ONE_LANE, rows.ragged, first, count)
         self._put(_ONE_LANE, rows, first, count)
         self.lanes[0, LANE_STEPS] += count
         return count
@@ -235,6 +250,10 @@ class BlockSink:
         done = 0 if ending is None else data_address(ending)
         if rows.sources is not self._sources:
             self._sources[:] = rows.sources
+        if rows.ragged is not None and self._payload is not None:
+            chosen = np.arange(len(self.lanes)) if acting is None else np.flatnonzero(acting)
+            self.room(chosen, 1)
+            self._payload.place(chosen, rows.ragged)
         while True:
             blocks = self._blocks
             masks = (active, done, self.chunk, data_address(blocks), blocks.shape[1])
@@ -256,8 +275,9 @@ class BlockSink:
                 longer = group[steps[group] != self.chunk]
                 self.room(longer, 1)
                 self._put(longer, self.plain(last), 0, 1)
-            if given.once:
-                self._put_once(group, given.once)
+            self._put_once(group, given)
+            if self._payload is not None:
+                self._payload.settle(group)
             self._finish(group, ending, given)
 
     def _finish(self, chosen: Array, ending: Array, given: Given) -> None:
@@ -332,7 +352,7 @@ class GrowingSink(BlockSink):
         if self.chunk > 0:
             steps = int(self.lanes[0, LANE_STEPS])
             count = min(count, self.chunk - (steps if steps < self.chunk else self.overlap))
-        if not self._add_at_once(rows, first, count):
+        if rows.ragged is not None or not self._add_at_once(rows, first, count):
             self._add(_ONE_LANE, rows, first, count, given)
         return count
 
@@ -378,6 +398,8 @@ class GrowingSink(BlockSink):
         self._drop_half_begun(chosen)
         whole = chosen[lanes[chosen, LANE_STEPS] == self.chunk]
         common = {lane: self._common_steps(lane) for lane in whole.tolist()} if self.overlap else {}
+        if self._payload is not None:
+            self._payload.settle(whole)
         before = lanes[whole].copy()
         lanes[whole] = EMPTY_LANE
         try:
@@ -410,12 +432,15 @@ class GrowingSink(BlockSink):
             return
         lanes = self.lanes
         self.room(chosen, count + (0 if common is None else common.length))
-        if common is not None:
-            self._put(chosen, common, 0, common.length)
-            lanes[chosen, LANE_STEPS] = common.length
-        self._put(chosen, rows, first, count)
-        lanes[chosen, LANE_STEPS] += count
-        self._put_once(chosen, given.once)
+        parts = (
+            [(rows, first, count)] if common is None else [(common, 0, common.length), (rows, first, count)]
+        )
+        for steps, begin, length in parts:
+            if steps.ragged is not None and self._payload is not None:
+                self._payload.place(chosen, steps.ragged, begin, length)
+            self._put(chosen, steps, begin, length)
+            lanes[chosen, LANE_STEPS] += length
+        self._put_once(chosen, given)
         begun = Given(len(lanes))
         begun.priorities = given.priorities
         self._finish(chosen, np.zeros(len(lanes), dtype=bool), begun)
@@ -429,9 +454,14 @@ class GrowingSink(BlockSink):
             return None
         if steps is None or self.index.arrays.generation[slot] != generation:
             return None
-        rows = {name: steps[name][self.chunk - self.overlap : self.chunk] for name in self._steps}
+        last = slice(self.chunk - self.overlap, self.chunk)
+        rows = {
+            name: (steps[name].tolist() if isinstance(steps[name], Ragged) else steps[name])[last]
+            for name in self._steps
+        }
+        rows, values = with_step_records(self._steps, rows, "the chunk", by_lane=False)
         length, addresses, hold = self._steps.locate(rows, what="the chunk")
-        return _sources(length, addresses, [0] * len(addresses), (rows, hold))
+        return _sources(length, addresses, [0] * len(addresses), (rows, hold))._replace(ragged=values)
 
     def _drop_half_begun(self, chosen: Array) -> None:
         """Free what lanes have begun and not committed."""
@@ -441,8 +471,22 @@ class GrowingSink(BlockSink):
 
     def _grow(self, chosen: Array, rows: StepSources, first: int, count: int, *, final: bool) -> None:
         """Add steps, or the final step, to the trajectories of lanes that have one; the others are left out."""
-        lanes, index = self.lanes, self.index
+        lanes = self.lanes
         chosen = chosen[lanes[chosen, LANE_STEPS] > 0]
+        if rows.ragged is not None and self._payload is not None:
+            spots, before = self._payload.spots, lanes[:, LANE_STEPS].copy()
+            try:
+                chosen = self._payload.place_visible(chosen, rows.ragged, first, count)
+                self._grow_placed(chosen, rows, first, count, final=final)
+            except GearError:
+                self._payload.take_back(np.flatnonzero(lanes[:, LANE_STEPS] == before), spots)
+                raise
+            return
+        self._grow_placed(chosen, rows, first, count, final=final)
+
+    def _grow_placed(self, chosen: Array, rows: StepSources, first: int, count: int, *, final: bool) -> None:
+        """`_grow` with steps that are complete."""
+        lanes, index = self.lanes, self.index
         ops, where, sources = index.arrays.ops, index.arrays.where, rows.sources
         evict, wait = self.table.policy
         backoff, attempt = None, 0
@@ -482,6 +526,8 @@ class GrowingSink(BlockSink):
 
     def end(self, chosen: Array, ending: Array, given: Given) -> None:
         slots = self.lanes[:, LANE_SLOT].copy()
+        if self._payload is not None:
+            self._payload.settle(chosen)
         for group in [chosen] if given.last is None else chosen[:, None]:
             if given.last is not None:
                 self._grow(group, self.plain(given.last), 0, 1, final=True)
@@ -495,6 +541,8 @@ class GrowingSink(BlockSink):
 
     def abort(self, chosen: Array) -> None:
         """End the trajectories of lanes as they are: their steps are visible already, and stay."""
+        if self._payload is not None:
+            self._payload.settle(chosen)
         self._drop_half_begun(chosen)
         self.lanes[chosen] = EMPTY_LANE
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.special_priorities import UNSET
-from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.ragged_input import Common, Payload, copied_ragged, with_records
 from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, narrowed, numbers, on_host, shown, unreadable
@@ -67,7 +66,7 @@ def listed(schema: Schema, trajectories: Any, common: Common | None = None) -> S
                 {name: copied_ragged(value) for name, value in rows.items()}
                 if isinstance(rows, Mapping)
                 else rows
-                for rows in map(as_mapping, each)
+                for rows in (as_mapping(rows, schema.objects) for rows in each)
             )
         trajectories, payload = with_records(schema, list(each), common)
         kept, each = True, iter(trajectories)
@@ -143,11 +142,12 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
     Raises:
         SchemaError: the columns or the lengths do not fit.
     """
-    check_fixed(schema, "extend() takes stacked arrays of")
     columns, counts = _columns_and_counts(columns, lengths)
     if len(counts) == 0:
         _check_empty(schema, columns)
         return Steps(np.empty((0, len(schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
+    if schema.ragged:
+        return listed(schema, _rows_of(schema, columns, counts))
     located = schema.locate_stacked(columns, len(counts))
     padded, places, apart, hold = (
         (*located, tuple(columns.values())) if located else _locate_any(schema, columns, len(counts))
@@ -155,6 +155,28 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
     _check_counts(counts, padded)
     addresses = np.array(places, dtype=np.int64) + np.arange(len(counts))[:, None] * np.array(apart)
     return Steps(addresses, counts.astype(np.int64), hold)
+
+
+def _rows_of(schema: Schema, columns: Mapping[str, Any], counts: Array) -> list[dict[str, Any]]:
+    """The trajectories of stacked columns of which some are ragged: n values, or n lists of them."""
+    schema.validate_names(columns, what="the stacked trajectories")
+    for name, value in columns.items():
+        short = (
+            not hasattr(value, "__getitem__") or not hasattr(value, "__len__") or len(value) != len(counts)
+        )
+        few = None
+        if not short and not schema[name].trajectory:
+            few = next((i for i, count in enumerate(counts.tolist()) if not 0 < count <= len(value[i])), None)
+        if short or few is not None:
+            found = f"{len(value[few])} steps in row {few}" if few is not None else shown(value)
+            raise SchemaError(
+                f"Column {name!r} of the stacked trajectories has {found}; expected {len(counts)} rows"
+                f"{'' if few is None else f', of which that has 1 to as many steps as lengths says, {counts[few]}'}."
+            )
+    return [
+        {name: value[i] if schema[name].trajectory else value[i][:count] for name, value in columns.items()}
+        for i, count in enumerate(counts.tolist())
+    ]
 
 
 def stacked_bytes(schema: Schema, columns: Any, lengths: Any) -> tuple[Array, dict[str, Array]]:

@@ -50,6 +50,7 @@ from gear_loader.storage.ids import (
     slots_of,
 )
 from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import (
     BUSY,
     DONE,
@@ -282,54 +283,80 @@ class Index:
         return stored
 
     def place_payload(
-        self, heap: Array, payload: Payload, slots: Array, generations: Array, *, evict: int, wait: bool
+        self,
+        heap: Array,
+        payload: Payload,
+        slots: Array,
+        generations: Array,
+        *,
+        evict: int,
+        wait: bool,
+        spots: Array | None = None,
+        ahead: int = 0,
+        check: Callable[[], int] | None = None,
+        then: Callable[[Array], None] | None = None,
     ) -> Array:
         """Find places for ragged values of trajectories from `begin`, by the same policy.
 
         Args:
             heap: int64, the table's payload memory. payload: the values. slots, generations: int64 [n], from `begin`.
             evict, wait: as for `begin`.
+            spots, ahead: as for `extents.take_payload`; by default nothing is kept for more values.
+            check: called under the lock before each attempt; returns how many of the trajectories are being written, or
+                -1 if some are gone: then nothing is done.
+            then: called under the lock with what is returned.
 
         Returns:
-            Byte of `heap` where each value begins, int64 [V].
+            Byte of `heap` where each value begins, int64 [V]; int64 [0] if some trajectories are gone.
 
         Raises:
             As `begin`; evictions are not undone.
         """
         offsets: Array = np.zeros(len(payload.sizes), dtype=np.int64)
+        spots = np.zeros((len(slots), SPOT_WIDTH), dtype=np.int64) if spots is None else spots
         given = slots, generations, payload.runs, payload.sizes
         ops, where, counters = self.arrays.ops, self.arrays.where, self.arrays.counters
         needed = min(heap.nbytes, int(payload.sizes.sum()))
+        gone = False
 
         def attempt() -> int:
+            nonlocal gone
             while True:
+                writing = len(slots) if check is None else check()
+                gone = writing < 0
+                if gone:
+                    return DONE
                 ops.reclaim(where)
-                answer: int = ops.take_payload(where, heap, *given, kept_leaders(self.arrays), offsets)
+                kept = kept_leaders(self.arrays)
+                answer: int = ops.take_payload(where, heap, *given, kept, offsets, spots, ahead)
                 if answer == DONE:
+                    if then is not None:
+                        then(offsets)
                     return answer
                 if counters[NUM_RETIRED]:
                     return READ
                 if self.arrays.tier is not None and not (counters[DISK_FULL] and evict != REFUSE):
                     if counters[NUM_READY] == counters[NUM_SPILLED] and not counters[NUM_PARKED]:
-                        return FULL if counters[NUM_WRITING] == len(slots) else BUSY
+                        return FULL if counters[NUM_WRITING] == writing else BUSY
                     tier = self.arrays.tier_counts
                     tier[WANTED_BYTES] = max(int(tier[WANTED_BYTES]), needed)
                     return SPILL
                 if evict == REFUSE:
                     return answer
                 if not counters[NUM_READY]:
-                    return FULL if counters[NUM_WRITING] == len(slots) else BUSY
+                    return FULL if counters[NUM_WRITING] == writing else BUSY
                 ops.evict(where, max(1, int(counters[NUM_STEPS]) // 64), evict)
 
+        chosen = np.unique(payload.runs[:, 0])
         try:
-            steps = int(self.arrays.extent[slots, 0].sum())
-            self.allocator.obtain((len(slots), 0, steps), attempt, evict=evict, wait=wait)
+            steps = int(self.arrays.extent[slots[chosen], 0].sum())
+            self.allocator.obtain((len(chosen), 0, steps), attempt, evict=evict, wait=wait)
         except TableFullError as error:
             raise TableFullError(
                 f"{error} What is full is the memory of ragged values, {heap.nbytes:,} bytes (Memory payload), to "
                 f"which {int(payload.sizes.sum()):,} were to be added."
             ) from None
-        return offsets
+        return offsets[:0] if gone else offsets
 
     @property
     def takes_clients_ids(self) -> bool:

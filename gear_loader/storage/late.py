@@ -20,11 +20,16 @@ from gear_loader.storage.filled_bits import filled_bits, set_filled
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.operations.view import begin_change, end_change
+from gear_loader.storage.payload import write_steps
+from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.recalling import Recall
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
+_NO_GENERATION = 1 << 62
+_ONE: Array = np.zeros(1, dtype=np.int64)
 _SMALL = 1 << 17
 """Bytes up to which values are copied under the lock: it takes less time than a read ticket."""
 
@@ -98,6 +103,8 @@ class _FillCall:
     def run(self) -> int:
         """Fill the rows; return the number of stale ones."""
         recall = Recall(self.engine)
+        if any(each.ragged is not None for each in self.values):
+            self._place()
         size = sum(each.data.size for each in self.values)
         left = np.arange(len(self.slots))
         while True:
@@ -114,6 +121,56 @@ class _FillCall:
                     "the others again (`Table.unfilled` lists them), or make the memory of the table larger "
                     "(max_blocks)."
                 )
+
+    def _place(self) -> None:
+        """Store ragged values, whose records are filled in then. Rows are of the trajectories that are live now.
+
+        If one leaves before it is filled, the values leave with it; if this process dies, they are a part of what their
+        trajectory takes.
+        """
+        index, arrays = self.engine.index, self.engine.index.arrays
+        found = [(each, each.ragged) for each in self.values if each.ragged is not None]
+        heap, (evict, wait) = self.engine.region.payload(), self.engine.policy
+
+        def live() -> Array:
+            live = arrays.live_rows(self.slots, self.generations, strict=self.strict, what="rows are of")
+            self._check(rows := np.flatnonzero(live))
+            self.generations[rows] = arrays.generation[self.slots[rows]]
+            self.generations[~live] = _NO_GENERATION
+            return rows
+
+        while True:
+            rows = index.recovery.locked(live)
+            if not len(rows):
+                return
+            slots, generations = self.slots[rows], self.generations[rows]
+            runs, sizes, parts = [np.empty((0, 3), dtype=np.int64)], [np.empty(0, dtype=np.int64)], []
+            total = 0
+            for each, values in found:
+                counts, ends = each.lengths[rows], np.cumsum(each.lengths)[rows]
+                firsts = np.cumsum(counts) - counts
+                at = np.repeat(ends - counts - firsts, counts) + np.arange(counts.sum())
+                runs.append(np.stack((np.arange(len(rows)), total + firsts, total + firsts + counts), axis=1))
+                sizes.append(values.parts[0, 0, at])
+                parts.append((values, at, slice(total, total + len(at))))
+                total += len(at)
+
+            def is_there() -> int:
+                same = (arrays.state[slots] == READY) & (arrays.generation[slots] == generations)  # noqa: B023
+                return 0 if same.all() else -1
+
+            def write(offsets: Array) -> None:
+                for values, at, place in parts:  # noqa: B023
+                    if not write_steps(values, _ONE, at, heap, offsets[place]):
+                        raise arrays.corrupt("a ragged value has a part outside of its memory")
+
+            joined = np.concatenate(sizes)
+            payload = Payload(np.concatenate(runs), joined, joined, joined, (), None)
+            offsets = index.place_payload(
+                heap, payload, slots, generations, evict=evict, wait=wait, check=is_there, then=write
+            )
+            if len(offsets) == len(joined):
+                return
 
     def _attempt(self, ticket: Ticket, size: int, left: Array) -> Array:
         """Fill those of the rows `left` (int64 [n]) that are in memory, under a read ticket; return those still left.

@@ -11,6 +11,8 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.dtypes import DtypeName
 from gear_loader.storage.priority_updates import checked_rows
+from gear_loader.storage.ragged import Ragged
+from gear_loader.storage.ragged_input import StepValues, with_step_records
 from gear_loader.storage.schema import Column, Schema, as_mapping
 from gear_loader.utils.arrays import Array, numbers, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor
@@ -24,12 +26,14 @@ class LateValues:
         name, column: of the table.
         data: uint8 [rows, step_bytes].
         lengths: int64 [n], rows of each trajectory in `data`.
+        ragged: the values, if `data` are records of them, to be completed; else None.
     """
 
     name: str
     column: Column
     data: Array
     lengths: Array
+    ragged: StepValues | None = None
 
 
 def check_late(schema: Schema, names: list[str]) -> None:
@@ -83,6 +87,8 @@ def checked_fill(
 
 def _values(name: str, column: Column, value: Any, count: int, starts: Any, single: bool) -> LateValues:
     """Check the values of one column."""
+    if column.ragged is not None:
+        return _ragged_values(name, column, value, count, starts, single)
     dtype: Any = DtypeName(column.dtype_name)  # which loads no torch
     plain = Schema({name: Column(dtype, column.shape, cast=column.cast)})
     if column.trajectory:
@@ -111,11 +117,67 @@ def _values(name: str, column: Column, value: Any, count: int, starts: Any, sing
             "trajectory; or [total, ...] with a packed batch as index. Nothing was changed."
         )
     data = plain.validate({name: value}, what="the values")[1][name]
+    return LateValues(name, column, data, _packed_lengths(name, starts, count, len(data)))
+
+
+def _packed_lengths(name: str, starts: Any, count: int, total: int) -> Array:
+    """Steps of each trajectory in values of a packed batch, int64 [count]."""
     bounds = numbers(starts, "cu_seqlens", "iu", "integers [n + 1], as the batch has").astype(np.int64)
-    lengths = bounds[1:] - bounds[:-1]
-    if len(lengths) != count or lengths.sum() != len(data):
+    lengths: Array = bounds[1:] - bounds[:-1]
+    if len(lengths) != count or lengths.sum() != total:
         raise SchemaError(
-            f"Column {name!r} has {len(data):,} steps; expected {lengths.sum():,}, as the batch has. Nothing was "
+            f"Column {name!r} has {total:,} steps; expected {lengths.sum():,}, as the batch has. Nothing was "
             "changed."
         )
-    return LateValues(name, column, data, lengths)
+    return lengths
+
+
+def _ragged_values(
+    name: str, column: Column, value: Any, count: int, starts: Any, single: bool
+) -> LateValues:
+    """`_values` of a ragged column."""
+    assert column.ragged is not None
+    coded = column.ragged.coded is not None
+    packed = starts is not None and (column.ragged.kind == "object" or not _is_listed(value, count, coded))
+    whole = column.trajectory or packed
+    if column.trajectory and single:
+        value = [value]
+    parts = [value] if whole else value
+    if not whole and not _is_listed(value, count, coded):
+        raise SchemaError(
+            f"Column {name!r} is {shown(value)}; expected a list of {count} lists of values, one for each trajectory. "
+            "Nothing was changed."
+        )
+    found = []
+    for i, part in enumerate(parts):
+        what = "the values" if whole else f"the values of trajectory {i}"
+        records, values = with_step_records({name: column}, {name: part}, what, by_lane=False)
+        assert values is not None
+        found.append(values)
+    lengths: Array = np.array([each.parts.shape[2] for each in found], dtype=np.int64)
+    parts = np.concatenate([each.parts for each in found], axis=2)
+    records = np.concatenate([each.records[0] for each in found])
+    if column.trajectory:
+        lengths = np.ones(len(records), dtype=np.int64)
+        if len(records) != count:
+            raise SchemaError(
+                f"Column {name!r} has {len(records)} values for {count} trajectories; expected one for each, as it is "
+                "per trajectory. Nothing was changed."
+            )
+    elif whole:
+        lengths = _packed_lengths(name, starts, count, len(records))
+    ragged = StepValues(parts, records[None], False, [each.hold for each in found])
+    return LateValues(name, column, records.view(np.uint8), lengths, ragged)
+
+
+def _is_listed(value: Any, count: int, coded: bool) -> bool:
+    """Whether these are `count` lists of values (or arrays of values that are encoded), and not one list of values."""
+    listed = isinstance(value, (list, tuple)) and len(value) == count
+    kinds: Any = (list, tuple, Ragged, np.ndarray) if coded else (list, tuple, Ragged)
+    return listed and all(
+        isinstance(each, kinds) or _is_nested(each) or (coded and is_tensor(each)) for each in value
+    )
+
+
+def _is_nested(value: Any) -> bool:
+    return bool(is_tensor(value) and value.is_nested)

@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_loader.native.ragged_copies import count_rows, measure_values, read_values, write_values
+from gear_loader.native.ragged_copies import (
+    PIECE_WIDTH,
+    count_rows,
+    list_values,
+    measure_values,
+    read_values,
+    write_values,
+)
 from gear_loader.storage.coded_values import CodedReader
 from gear_loader.storage.disk import ValueReader
 from gear_loader.storage.disk_records import parts_of, rows_of
+from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
     CURSOR,
@@ -22,11 +30,17 @@ from gear_loader.storage.operations.extents import (
     NEXT,
     SIZE,
     SLOT,
+    SPOT_AT,
+    SPOT_END,
+    SPOT_EXTENT,
+    SPOT_GENERATION,
+    SPOT_SLOT,
+    SPOT_TAKEN,
     extent_size,
 )
 from gear_loader.storage.prefixes import kept_leaders, leaders_of
 from gear_loader.storage.ragged import Ragged, Values, texts
-from gear_loader.storage.ragged_input import Payload
+from gear_loader.storage.ragged_input import Payload, StepValues
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
@@ -35,7 +49,15 @@ from gear_loader.utils.lazy_torch import torch
 if TYPE_CHECKING:
     from gear_loader.storage.index import Index
 
-assert (HEADER, SIZE, NEXT) == (32, 0, 3)  # compiled into `gear_loader.native.ragged_copies`
+assert (HEADER, SIZE, NEXT) == (32, 0, 3)
+assert (SPOT_SLOT, SPOT_GENERATION, SPOT_EXTENT, SPOT_AT, SPOT_END, SPOT_TAKEN) == (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+)  # compiled into `gear_loader.native.ragged_copies`
 
 
 def needed_bytes(payload: Payload) -> int:
@@ -44,6 +66,12 @@ def needed_bytes(payload: Payload) -> int:
     ends = np.concatenate(([0], np.cumsum(payload.sizes)))
     each = ends[runs[:, 2]] - ends[runs[:, 1]]
     return int((-(-each // GRAIN) * GRAIN).sum()) + HEADER * len(np.unique(runs[:, 0])) + FIRST
+
+
+def write_steps(values: StepValues, lanes: Array, steps: slice | Array, heap: Array, offsets: Array) -> bool:
+    """As `write_payload`, of values that got places in the order of `StepValues.runs`; `steps` may be int64 [k] too."""
+    sizes, addresses = values.placed(lanes, steps, offsets)
+    return bool(write_values(heap.ctypes.data, heap.nbytes, addresses, offsets, sizes))
 
 
 def write_payload(payload: Payload, heap: Array, offsets: Array) -> bool:
@@ -60,12 +88,8 @@ def used_bytes(region: Region, index: Index) -> Array:
     """Bytes of the memory of ragged values that each slot has, with headers and padding, int64 [slots]."""
     used: Array = np.zeros(index.arrays.num_slots, dtype=np.int64)
     if region.layout.payload:
-        arrays, heap = index.arrays, region.payload()
-
-        def measure() -> None:
-            arrays.ops.measure_payload(arrays.where, heap, kept_leaders(arrays), used)
-
-        index.recovery.read(measure)
+        ops, where, heap = index.arrays.ops, index.arrays.where, region.payload()
+        index.recovery.read(lambda: ops.measure_payload(where, heap, kept_leaders(index.arrays), used))
     return used
 
 
@@ -85,6 +109,9 @@ class PayloadReader:
     Args:
         region, index: of the table. check: raises CorruptTableError if so many records are invalid.
         tier: returns what reads values on disk, of a table with a disk tier; else None.
+
+    Attributes:
+        address: of the payload memory.
     """
 
     def __init__(
@@ -96,7 +123,7 @@ class PayloadReader:
     ) -> None:
         heap = region.payload()
         self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
-        self._hold, self._base, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
+        self._hold, self.address, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
         self._tier = tier
         self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
@@ -119,20 +146,43 @@ class PayloadReader:
             return self._coded.read(values, records, shape, slots, pinned=pinned)
         pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        places, tiered = offsets.numpy(), self._tier is not None
-        self._check(int(measure_values(records, row_bytes, FIRST, self._end, tiered, places)))
-        memory = torch.empty(
-            (int(places[-1]), *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned
-        )
+        places = offsets.numpy()
+        rows = self.measure(records, row_bytes, places)
+        memory = torch.empty((rows, *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned)
         flat = memory.reshape(-1).view(torch.uint8).numpy()
-        self._check(self.copy(values, records, 0, int(places[-1]), flat))
+        self._check(self.copy(values, records, 0, rows, flat))
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
-            except UnicodeDecodeError:
+            except ValueError:
                 self._check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
+
+    def measure(self, records: Array, row_bytes: int, offsets: Array) -> int:
+        """Write the `Ragged.offsets` of records, int64 [n + 1]; return the rows of all. Errors as of `read`."""
+        self._check(
+            int(measure_values(records, row_bytes, FIRST, self._end, self._tier is not None, offsets))
+        )
+        return int(offsets[-1])
+
+    def list(
+        self, records: Array, row_bytes: int, unit: int, part_shift: int, size: int
+    ) -> tuple[Array, Array]:
+        """Pieces and ends of measured records, see `list_values`, for a GPU; `size`: bytes of all. Errors as of `read`.
+
+        It has them one after another, so pieces are at most as many as records, but for splits and ends of parts.
+        """
+        ends: Array = np.zeros(-(-size >> part_shift), dtype=np.int64)
+        count = len(records) + len(ends)
+        while True:
+            pieces: Array = np.empty((count, PIECE_WIDTH), dtype=np.int32)
+            count = int(
+                list_values(self.address, self._end, records, row_bytes, unit, part_shift, pieces, ends)
+            )
+            self._check(int(count < 0))
+            if count <= len(pieces):
+                return pieces[:count], ends
 
     def _check_bytes(self, records: Array) -> None:
         offsets = np.empty(len(records) + 1, dtype=np.int64)
@@ -140,7 +190,7 @@ class PayloadReader:
 
     def _copy_bytes(self, record: Array, address: int) -> None:
         size = abs(int(record[0, 1]))
-        self._check(int(read_values(self._base, self._end, FIRST, record, 1, False, 0, size, address)))
+        self._check(int(read_values(self.address, self._end, FIRST, record, 1, False, 0, size, address)))
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""
@@ -158,7 +208,7 @@ class PayloadReader:
         """
         size, tiered = values.row_bytes, self._tier is not None
         given = FIRST, records, size, tiered, skip * size, count * size, out.ctypes.data
-        bad = int(read_values(self._base, self._end, *given))
+        bad = int(read_values(self.address, self._end, *given))
         if self._tier is not None and (records[:, 0] < 0).any():
             rows = rows_of(records)
             ends = np.cumsum(rows)
@@ -200,7 +250,10 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
     schema = region.layout.schema
     for slot in np.flatnonzero((index.state == READY) & (index.extent[:, 1] >= 0)).tolist():
         length, blocks = int(index.extent[slot, 0]), index.row(slot)
+        filled = int(filled_bits(index, np.array([slot]))[0]) if schema.late else 0
         for name, values in schema.ragged.items():
+            if schema[name].late and not filled & schema.late_bits([name]):
+                continue
             records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
             records = records[: 1 if schema[name].trajectory else length]
             each = (_parts_of(heap, place, rows, values.row_bytes) for place, rows in records.tolist())

@@ -7,6 +7,7 @@ bytes, and its rows. What gathers columns gathers records; `gear_loader.storage.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -21,7 +22,25 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.lazy_torch import torch
 
 RECORD_DTYPE, RECORD_SHAPE = "int64", (2,)
-TEXTS: dict[Any, Literal["str", "bytes"]] = {str: "str", bytes: "bytes"}
+Kind = Literal["array", "str", "bytes", "object", "coded"]
+TEXTS: dict[Any, Kind] = {str: "str", bytes: "bytes", object: "object"}
+
+
+@functools.cache
+def msgpack() -> Any:
+    """The package msgpack.
+
+    Raises:
+        SchemaError: it is not installed.
+    """
+    try:
+        import msgpack
+    except ImportError:
+        raise SchemaError(
+            "A column of Python objects needs the package msgpack, which is not installed. Install it: "
+            "pip install '.[objects]' (in a clone of Gear Loader)"
+        ) from None
+    return msgpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +49,14 @@ class Values:
 
     Attributes:
         dtype_name: of an element. shape: of a row.
-        kind: ``"array"``; ``"str"`` and ``"bytes"`` are uint8 [n], the former UTF-8, and Python's objects at both ends;
-            ``"coded"`` are the bytes of encoded values, uint8 [n].
+        kind: ``"array"``; others are uint8 [n], and Python's objects at both ends: ``"str"`` in UTF-8, ``"bytes"``, and
+            ``"object"`` in msgpack's format; ``"coded"`` are the bytes of encoded values.
         coded: of these, what they are decoded to.
     """
 
     dtype_name: str
     shape: tuple[int, ...] = ()
-    kind: Literal["array", "str", "bytes", "coded"] = "array"
+    kind: Kind = "array"
     coded: Coded | None = None
 
     @property
@@ -174,11 +193,18 @@ def arranged(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
 
 
 def texts(memory: Array, offsets: Array, kind: str, shape: tuple[int, ...]) -> list[Any]:
-    """Values of text, uint8 [total], as Python's objects, in lists as deep as `shape` has dimensions."""
+    """Values of text, uint8 [total], as Python's objects, in lists as deep as `shape` has dimensions.
+
+    Raises:
+        ValueError: a value is not of its format.
+    """
     whole = memory.tobytes()
     bounds = offsets.tolist()
     pieces: Iterable[Any] = (whole[begin:end] for begin, end in itertools.pairwise(bounds))
     decode: Callable[[bytes], Any] = bytes.decode if kind == "str" else bytes
+    if kind == "object":
+        unpack = functools.partial(msgpack().unpackb, strict_map_key=False)
+        decode = lambda piece: unpack(piece) if piece else None  # noqa: E731
     return arranged([decode(piece) for piece in pieces], shape)
 
 

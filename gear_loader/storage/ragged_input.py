@@ -10,7 +10,7 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.decoding import encoded
 from gear_loader.storage.dtypes import NUMPY_DTYPES
-from gear_loader.storage.ragged import Ragged, Values
+from gear_loader.storage.ragged import Ragged, Values, msgpack
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, settled
 from gear_loader.utils.arrays import Array, data_address, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
@@ -53,7 +53,7 @@ def with_records(
     given = []
     known: Any = {} if common is None else dict(enumerate(common(len(trajectories))))
     for number, trajectory in enumerate(trajectories):
-        rows = as_mapping(trajectory)
+        rows = as_mapping(trajectory, schema.objects)
         if isinstance(rows, Mapping):  # other values are an error of `Schema.validate`
             rows = dict(settled(rows))
             if taken := [name for name in known.get(number, ()) if name in rows]:
@@ -69,6 +69,73 @@ def with_records(
             rows.update(known.get(number, {}))
         given.append(rows)
     return given, parts.joined()
+
+
+class StepValues(NamedTuple):
+    """Ragged values of steps that a writer appends, or that trajectories have once, of C columns.
+
+    Attributes:
+        parts: int64 [3, C, V]: `sizes`, `rows` and `addresses` as of a `Payload`. records: int64 [C, V, 2].
+        by_lane: whether value i is that of lane i; else they are steps of one lane. hold: owners of the memory.
+    """
+
+    parts: Array
+    records: Array
+    by_lane: bool
+    hold: object
+
+    def runs(self, lanes: Array, steps: slice | Array) -> tuple[Array, Array]:
+        """`Payload.runs` and `sizes` of values of lanes, int64 [m], or of steps of the only one."""
+        sizes = self.parts[0][:, lanes if self.by_lane else steps]
+        count = 1 if self.by_lane else sizes.shape[1]
+        runs: Array = np.empty((len(lanes) * len(sizes), 3), dtype=np.int64)
+        runs[:, 0] = np.repeat(lanes, len(sizes))
+        runs[:, 1] = np.arange(len(runs)) * count
+        runs[:, 2] = runs[:, 1] + count
+        return runs, (sizes.T if self.by_lane else sizes).reshape(-1)
+
+    def placed(self, lanes: Array, steps: slice | Array, offsets: Array) -> tuple[Array, Array]:
+        """Complete the records of values that got these places, as `runs` has them; return sizes and addresses."""
+        places, width = lanes if self.by_lane else steps, len(self.records)
+        sizes, rows, addresses = self.parts[:, :, places]
+        offsets = offsets.reshape(-1, width).T if self.by_lane else offsets.reshape(width, -1)
+        self.records[:, places, 0] = abs(offsets)
+        self.records[:, places, 1] = np.where(offsets < 0, -rows, rows)
+        if self.by_lane:
+            sizes, addresses = sizes.T, addresses.T
+        return sizes.reshape(-1), addresses.reshape(-1)
+
+
+def with_step_records(
+    columns: Mapping[str, Column], rows: Any, what: str, *, by_lane: bool
+) -> tuple[Any, StepValues | None]:
+    """Rows with records in place of ragged values, to be completed.
+
+    Args:
+        columns: of which some may be ragged. rows: column name -> values; of ragged ones as for `Table.add`.
+        what: name of the rows in errors. by_lane: as of `StepValues`.
+
+    Raises:
+        SchemaError: ragged values that do not fit.
+    """
+    ragged = {name: column.ragged for name, column in columns.items() if column.ragged is not None}
+    rows = as_mapping(rows, [name for name, values in ragged.items() if values.kind == "object"])
+    if not isinstance(rows, Mapping):
+        return rows, None  # an error of `Schema.validate`
+    rows, hold, given = dict(settled(rows)), [], []
+    for name, values in ragged.items():
+        if name in rows:
+            count, addresses, held = _located(values, rows[name], f"Column {name!r} of {what}", False)
+            given.append((name, count * values.row_bytes, count, addresses))
+            hold.append(held)
+    most = max((len(count) for _, _, count, _ in given), default=0)
+    parts: Array = np.empty((3, len(given), most), dtype=np.int64)
+    records: Array = np.zeros((len(given), most, 2), dtype=np.int64)
+    for c, (name, *found) in enumerate(given):
+        rows[name] = records[c, : len(found[1])]  # uneven lengths are an error of `Schema.validate`, too
+        for part, each in zip(parts, found, strict=True):
+            part[c, : len(each)] = each
+    return rows, StepValues(parts, records, by_lane, hold) if given else None
 
 
 class _Parts:
@@ -133,7 +200,25 @@ def _located(
     return rows, np.array([address for _, address in found], dtype=np.int64), found
 
 
+def _packed_objects(given: Any, what: str, once: bool) -> list[bytes]:
+    """Objects in msgpack's format; those that it has not are refused, and so are others of which it would make them."""
+    if not isinstance(given, (list, tuple)):
+        raise SchemaError(f"{what} is {shown(given)}; expected a list of objects, one for each step.")
+    pack, found = msgpack().Packer(strict_types=True).pack, []
+    for i, item in enumerate(given):
+        try:
+            found.append(pack(item))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise SchemaError(
+                f"{what}{'' if once else f', step {i},'} is {shown(item)}, which msgpack does not store ({error}); "
+                "expected None, bool, int, float, str, bytes, and lists and dicts of these."
+            ) from None
+    return found
+
+
 def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, Array, object]:
+    if kind == "object":
+        return _joined(_packed_objects(given, what, once))
     kinds: Any = str if kind == "str" else (bytes, bytearray, memoryview)
     items = given if isinstance(given, (list, tuple)) else None
     wrong = (

@@ -20,7 +20,7 @@ from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.storage.codecs import Codec, Coded
 from gear_loader.storage.dtypes import ITEM_BYTES, NUMPY_DTYPES, DtypeName, dtype_names, torch_dtypes
 from gear_loader.storage.quick_check import Expected, located, located_list
-from gear_loader.storage.ragged import RECORD_DTYPE, RECORD_SHAPE, TEXTS, Values
+from gear_loader.storage.ragged import RECORD_DTYPE, RECORD_SHAPE, TEXTS, Values, msgpack
 from gear_loader.utils.arrays import PLAIN_TYPES, address_of, data_address, known, on_host, shown, unreadable
 from gear_loader.utils.checks import at_least, finite, flag, integer, one_of
 from gear_loader.utils.lazy_torch import is_tensor, torch
@@ -47,11 +47,12 @@ class Column:
     """One value per step, or per trajectory: a dtype and the shape of a single value.
 
     Args:
-        dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64; or ``str`` or
-            ``bytes``, of any length.
+        dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64; ``str`` or ``bytes``,
+            of any length; or ``object``: what msgpack has (None, bool, int, float, str, bytes, list and dict of these),
+            stored in its format by the package msgpack, never as a pickle.
         shape: shape of one value; `()` is a scalar. Every extent is at least 1. If the first is None the column is
             ragged: ``Column(torch.uint8, (None, 3))`` has values ``[n, 3]``, each of its own n, 0 too. `Table.add`
-            takes a list of them, or a `Ragged`, and text as a list of `str` or `bytes`; batches have a `Ragged`, or
+            takes a list of them, or a `Ragged`, and text and objects as lists; batches have a `Ragged`, or
             such lists. They lie in memory of their own, `Memory.payload`.
         per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return.
             `Table.add` gets it as ``[*shape]``, `Writer.commit` as `trajectory`; batches have ``[B, *shape]`` of it. It
@@ -79,7 +80,7 @@ class Column:
     Raises:
         SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast, late or mutable
             that is not a bool, another `per`, `final` of a column per trajectory, or `late` or `mutable` of one with
-            final steps; `mutable` of one per trajectory; a ragged column with one of these four.
+            final steps; `mutable` of one per trajectory; a ragged column with `final`, `cast` or `mutable`.
     """
 
     dtype: torch.dtype = dataclasses.field(compare=False)
@@ -99,7 +100,7 @@ class Column:
 
         def __init__(
             self,
-            dtype: torch.dtype | type[str] | type[bytes],
+            dtype: torch.dtype | type[str] | type[bytes] | type[object],
             shape: Sequence[int | None] | int = (),
             *,
             per: Literal["step", "trajectory", "group"] = "step",
@@ -131,6 +132,8 @@ class Column:
                 raise SchemaError(
                     f"Column({given.__name__}) has shape {shown(self.shape)}; expected no shape."
                 )
+            if text == "object":
+                msgpack()
             self._make_ragged(Values("uint8", (), text))
             return
         if isinstance(given, DtypeName):
@@ -196,11 +199,12 @@ class Column:
             )
 
     def _make_ragged(self, values: Values) -> None:
-        given = [name for name in ("final", "cast", "late", "mutable") if getattr(self, name)]
+        flag("Column late", self.late)
+        given = [name for name in ("final", "cast", "mutable") if getattr(self, name)]
         if given:
             raise SchemaError(
-                f"A column of {values!r} has {given[0]}={getattr(self, given[0])!r}; expected none of final, cast, "
-                "late and mutable: its values are of any length."
+                f"A column of {values!r} has {given[0]}={getattr(self, given[0])!r}; expected none of final, cast and "
+                "mutable: its values are of any length."
             )
         self.__dict__.pop("dtype", None)  # `__getattr__` finds it
         for name, value in (("ragged", values), ("dtype_name", RECORD_DTYPE), ("shape", RECORD_SHAPE)):
@@ -440,6 +444,11 @@ class Schema(Mapping[str, Column]):
     def ragged(self) -> dict[str, Values]:
         """The ragged columns, and what their values are."""
         return {name: column.ragged for name, column in self._columns.items() if column.ragged is not None}
+
+    @functools.cached_property
+    def objects(self) -> frozenset[str]:
+        """The columns of Python objects."""
+        return frozenset(name for name, values in self.ragged.items() if values.kind == "object")
 
     @functools.cached_property
     def per_group(self) -> tuple[str, ...]:
@@ -799,8 +808,10 @@ class Schema(Mapping[str, Column]):
         return array.view(np.uint8)
 
 
-def as_mapping(rows: Any) -> Any:
+def as_mapping(rows: Any, objects: Collection[str] = ()) -> Any:
     """Convert a TensorDict, or a dict with dicts in it, to a dict of its columns; return other values unchanged.
+
+    Values of the columns `objects` are left as they are.
 
     Keys are joined by dots: ``{"obs": {"image": x}}`` has the column ``obs.image``. A TensorDict (or tensorclass) of
     the package tensordict is a mapping that iterates over its steps instead of its keys. It is recognised by its
@@ -816,9 +827,14 @@ def as_mapping(rows: Any) -> Any:
         return rows
     columns: dict[Any, Any] = {}
     for name, value in rows.items():
-        inner = as_mapping(value)
+        if name in objects:
+            inner = value
+        else:
+            inner = as_mapping(
+                value, [each[len(name) + 1 :] for each in objects if each.startswith(f"{name}.")]
+            )
         # Text and other objects are TensorDicts without entries that are not empty.
-        plain = (inner is value and type(value) is not dict) or (
+        plain = (inner is value and (type(value) is not dict or name in objects)) or (
             not inner and hasattr(value, "is_empty") and not value.is_empty()
         )
         leaves = {name: value} if plain else {f"{name}.{leaf}": part for leaf, part in inner.items()}
@@ -831,16 +847,18 @@ def as_mapping(rows: Any) -> Any:
     return columns
 
 
-def exactly(values: Any, wanted: Collection[str], kind: str, what: str) -> Mapping[str, Any]:
+def exactly(
+    values: Any, wanted: Collection[str], kind: str, what: str, objects: Collection[str] = ()
+) -> Mapping[str, Any]:
     """A mapping, or a TensorDict as one, if it has exactly the columns `wanted`.
 
     Args:
-        kind: what those columns have, in errors. what: name of the values there.
+        kind: what those columns have, in errors. what: name of the values there. objects: as of `as_mapping`.
 
     Raises:
         SchemaError: anything else.
     """
-    values = as_mapping(values)
+    values = as_mapping(values, objects)
     if isinstance(values, Mapping) and set(values) == set(wanted):
         return values
     given = f"has {sorted(map(str, values))}" if isinstance(values, Mapping) else f"is {shown(values)}"

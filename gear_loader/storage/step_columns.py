@@ -12,13 +12,16 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast
 from gear_loader.storage.dtypes import largest_float
-from gear_loader.storage.schema import Column, Schema
+from gear_loader.storage.ragged_input import StepValues, with_step_records
+from gear_loader.storage.schema import Column, Schema, exactly
 from gear_loader.utils.arrays import Array, address_of, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
 
 
-def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, Array]:
-    """The values of the columns per trajectory for a commit, uint8 [1, step_bytes] each.
+def checked_once(
+    schema: Schema, values: Mapping[str, Any] | None
+) -> tuple[dict[str, Array], StepValues | None]:
+    """The values of the columns per trajectory for a commit, uint8 [1, step_bytes] each, and those that are ragged.
 
     Args:
         schema: the table's columns. values: column name -> ``[*shape]``, or None.
@@ -27,8 +30,14 @@ def checked_once(schema: Schema, values: Mapping[str, Any] | None) -> dict[str, 
         SchemaError: a column is missing or unknown, or a value does not fit.
     """
     if not schema.per_trajectory and values is None:
-        return {}
-    return schema.validate_once(values, what="trajectory")
+        return {}, None
+    if not schema.ragged:
+        return schema.validate_once(values, what="trajectory"), None
+    values = exactly(values, schema.per_trajectory, "per='trajectory'", "trajectory", schema.objects)
+    ragged = {name: [values[name]] for name in schema.per_trajectory if name in schema.ragged}
+    records, found = with_step_records(schema, ragged, "trajectory", by_lane=True)
+    once = {**values, **{name: each[0] for name, each in records.items()}}
+    return schema.validate_once(once, what="trajectory"), found
 
 
 _BOOLS: frozenset[type] = frozenset({bool, np.bool_})

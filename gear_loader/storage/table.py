@@ -196,12 +196,14 @@ class Table:
             tier=tier,
             on_device=where is not None,
         )
+        late = {name: layout.schema[name] for name in layout.schema.late}
+        if tier is not None:
+            check_fixed(late, "a table whose disk has a size takes late")
         coded = [name for name, values in layout.schema.ragged.items() if values.coded is not None]
-        coded += layout.schema.per_group
         if tier is not None and coded:
             raise SchemaError(
-                f"The columns {coded} have a codec or are per group, and the disk has a size; expected one of both. "
-                "Give the table a disk without a size, or memory for all values."
+                f"The columns {coded} have a codec, and the disk has a size; expected one of both. Give the table a "
+                "disk without a size, or memory for all values."
             )
         check_packages(layout.schema.ragged.values())
         timeout = None if timeout is None else check_seconds("timeout", timeout)
@@ -617,7 +619,7 @@ class Table:
             commit_every_step: make each step visible at once, in a trajectory, or chunk, that grows; see `Writer`.
 
         Raises:
-            SchemaError: invalid options.
+            SchemaError: invalid options; ragged columns with `overlap_steps` and without `commit_every_step`.
         """
         if self._engine.device is not None:
             raise self._elsewhere("writer()")
@@ -677,6 +679,7 @@ class Table:
                     f"device is {device!r}, with overlap_steps={overlap_steps} and commit_every_step="
                     f"{commit_every_step}; expected neither: the device writer commits whole trajectories."
                 )
+            check_fixed(self.schema.added, "writers(device=) takes")
             from gear_loader.storage.device_writer import DeviceWriter
 
             chunk = None if chunk_steps is None else at_least("chunk_steps", chunk_steps)
@@ -698,7 +701,12 @@ class Table:
     ) -> BlockSink:
         """The sink of a writer with these options."""
         self._engine.check_open()
-        check_fixed(self.schema, "writers take")
+        if overlap_steps and not commit_every_step:
+            check_fixed(self.schema.added, "writers with overlap_steps and without commit_every_step take")
+        if commit_every_step and self._engine.has_tier:
+            check_fixed(
+                self.schema.added, "writers with commit_every_step of a table whose disk has a size take"
+            )
         late = [name for name in self.schema.late if not self.schema[name].trajectory]
         overlap_steps = at_least("overlap_steps", overlap_steps, least=0)
         flag("commit_every_step", commit_every_step)
@@ -724,7 +732,7 @@ class Table:
         Args:
             trajectories: iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
                 ``[n, T, *shape]``, where trajectory i is the first ``lengths[i]`` steps of row i (``[n, *shape]`` of
-                columns per trajectory). A TensorDict of batch
+                columns per trajectory; n lists of values of ragged columns). A TensorDict of batch
                 size [n, T] needs no `lengths`: its rows are whole trajectories. A list or a tuple is read in place. Any
                 other iterable may refill the same arrays: each item is copied before the next one is requested.
             lengths: int [n], with stacked arrays.
@@ -840,7 +848,9 @@ class Table:
                 raises.
             columns: for one index values as for `add`: ``[T, *shape]``, or ``[*shape]`` of columns per trajectory. For
                 several a list of n arrays ``[T, *shape]``, or ``[n, *shape]`` of columns per trajectory; with a packed
-                batch of whole trajectories also one array ``[total, *shape]`` like its columns.
+                batch of whole trajectories also one array ``[total, *shape]`` like its columns. A ragged column takes a
+                list of T values in place of an array, and a list of total values. Room for them is made as by `add`,
+                so trajectories may be evicted, also those that are filled.
 
         Returns:
             Number of rows that were skipped.
@@ -849,8 +859,9 @@ class Table:
             FilledError: a trajectory has the column already, or is given twice. Nothing was changed.
             SchemaError: a column that is not late, or values that do not fit. Nothing was changed.
             StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
-            TableFullError: with a disk tier: timed out waiting for room in memory. What is filled stays.
-            LockTimeoutError: timed out waiting for the lock.
+            TableFullError: with a disk tier: timed out waiting for room in memory. What is filled stays. With ragged
+                columns: as `add`; nothing is filled.
+            LockTimeoutError: timed out waiting for the lock, or as `add` for ragged columns.
         """
         self._engine.check_open()
         return fill_columns(self._engine, index, generation, columns, strict=is_strict(stale))

@@ -15,6 +15,7 @@ from gear_loader.native.lanes import LANE_STEPS
 from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, too_long
 from gear_loader.storage.final_rows import checked_finals, whole_rows
 from gear_loader.storage.incoming import checked_priorities
+from gear_loader.storage.ragged_input import StepValues, with_step_records
 from gear_loader.storage.schema import Schema, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, numbers, shown
 from gear_loader.utils.lazy_torch import is_tensor, torch
@@ -97,7 +98,8 @@ class VectorWriter:
 
         Args:
             rows, columns: ``[n, *shape]`` for every column, as one mapping or as keywords: numpy arrays or torch
-                tensors of exactly the column's dtype. Columns called as one of the options below are given in `rows`.
+                tensors of exactly the column's dtype; of ragged columns a list of n values. Columns called as one of
+                the options below are given in `rows`.
             done: bool [n], array, tensor or list: environments whose trajectory ends with this row; it is committed. By
                 default none.
             active: bool [n]: environments that took a step; rows of the others, and their `done`, are ignored. By
@@ -216,7 +218,7 @@ class VectorWriter:
         )
         given.last = None
         if self._once_schema is not None or self.trajectory is not None:
-            given.once = self._checked_trajectory()
+            given.once, given.ragged = self._checked_trajectory()
         given.out.fill(-1)
 
     def _located(self, rows: Any, columns: dict[str, Any]) -> Any:
@@ -224,7 +226,7 @@ class VectorWriter:
         if rows is None:
             rows = columns
         else:
-            rows = as_mapping(rows)
+            rows = as_mapping(rows, self._schema.objects)
             if columns and isinstance(rows, Mapping):
                 rows = {**settled(rows), **columns}
         if self._options and (
@@ -257,21 +259,26 @@ class VectorWriter:
             )
         return value if value.flags.c_contiguous else np.ascontiguousarray(value)
 
-    def _checked_trajectory(self) -> Bytes:
-        """The attribute `trajectory` as bytes, uint8 [n, step_bytes] a column; SchemaError if it does not fit."""
+    def _checked_trajectory(self) -> tuple[Bytes, StepValues | None]:
+        """The attribute `trajectory` as bytes, uint8 [n, step_bytes] a column, and its ragged values; SchemaError if it
+        does not fit."""
         wanted = sorted(self._schema.per_trajectory)
         if self._once_schema is None or not isinstance(self.trajectory, Mapping):
             raise SchemaError(
                 f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
                 f"columns with per='trajectory': {wanted}."
             )
-        once = whole_rows(self.trajectory, "the attribute trajectory")
-        length, found = self._once_schema.validate(once, what="the attribute trajectory")
+        what = "the attribute trajectory"
+        once, ragged = self.trajectory, None
+        if self._schema.ragged:
+            once, ragged = with_step_records(self._schema.per_trajectory, once, what, by_lane=True)
+        once = whole_rows(once, what)
+        length, found = self._once_schema.validate(once, what=what)
         if length != self.num_envs:
             raise SchemaError(
                 f"The attribute trajectory has {length} rows; expected one for each of {self.num_envs} environments."
             )
-        return found
+        return found, ragged
 
     # ---------------------------------------------------------------- committing
 

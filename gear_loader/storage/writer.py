@@ -12,9 +12,11 @@ from gear_loader.errors import GearError, SchemaError
 from gear_loader.native.lanes import LANE_COMMON, LANE_GENERATION, LANE_HELD, LANE_LAST, LANE_SLOT, LANE_STEPS
 from gear_loader.storage.appender import Appender, Bytes, Given, Sink, here, no_final_step, too_long
 from gear_loader.storage.incoming import checked_final, single_priority
+from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.schema import as_mapping, settled
 from gear_loader.storage.step_columns import StepColumn, checked_once
 from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.lazy_torch import is_tensor
 
 _LANE: Array = np.zeros(1, dtype=np.int64)
 _ENDS: Array = np.ones(1, dtype=bool)
@@ -93,8 +95,8 @@ class Writer:
         Args:
             steps, columns: a value for every column, as one mapping or as keywords: for one step ``[*shape]``, for k
                 steps ``[k, *shape]``; a numpy array or torch tensor of exactly the column's dtype. One step of a column
-                of shape ``()`` may be a Python or numpy number. A column with ``cast=True`` takes more, see `Column`.
-                Dicts may be nested, as for `Table.add`.
+                of shape ``()`` may be a Python or numpy number. Of a ragged column one value, or a list of k, or a
+                `Ragged`. A column with ``cast=True`` takes more, see `Column`. Dicts may be nested, as for `Table.add`.
 
         Returns:
             Indices of the chunks completed by this call; () without chunks, and in a remote table, where they are not
@@ -113,11 +115,13 @@ class Writer:
         """
         rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
         if len(rows) != len(self._puts):
-            rows = as_mapping(rows)
+            rows = as_mapping(rows, self._schema.objects)
             self._schema.validate_names(rows, what="the step")
         if self._schema.casts:
             rows = self._schema.cast(rows, what="the step")
         self._appender.check_usable()
+        if self._schema.ragged:
+            return self._append(self._located_ragged(rows))
         lane = self._lane
         step = lane[LANE_STEPS]
         if step < self._end and self._put(step - self._first, rows):
@@ -130,6 +134,22 @@ class Writer:
             self._check_step(rows)
             return self._append(self._single)
         return self._append(self._sink.located(rows, "the steps"))
+
+    def _located_ragged(self, rows: Mapping[str, Any]) -> Any:
+        """Check one step, or several, of which some columns are ragged."""
+        rows, schema = as_mapping(rows, self._schema.objects), self._schema
+        schema.validate_names(rows, what="the step")
+        fixed = {name: value for name, value in rows.items() if name not in schema.ragged}
+        rows = {**rows, **schema.cast(fixed, what="the step")}
+        if not self._is_single(rows):
+            return self._sink.located(rows, "the steps")
+        given = {name: [value] for name, value in rows.items() if name in schema.ragged}
+        for column in self._columns:
+            if column.name not in given:
+                if not column.fits(rows[column.name]):
+                    raise column.misfit(rows[column.name])
+                given[column.name] = schema[column.name].values_of(column.spare)
+        return self._sink.located(given, "the step")
 
     def _append(self, rows: Any) -> tuple[int, ...]:
         """Append steps that have been checked."""
@@ -149,7 +169,8 @@ class Writer:
             done += count
             if lane[LANE_STEPS] == self._cut_at:
                 indices += self._cut(count)
-        self._first, self._end = sink.show(self._columns)
+        if not self._schema.ragged:
+            self._first, self._end = sink.show(self._columns)
         return indices
 
     def _grow(self, rows: Any) -> tuple[int, ...]:
@@ -186,7 +207,7 @@ class Writer:
         """Check what a trajectory gets beside its steps, and have it ready."""
         given = self._given
         given.priorities[0], given.last = single_priority(priority), last
-        given.once = checked_once(self._sink.schema, trajectory)
+        given.once, given.ragged = checked_once(self._sink.schema, trajectory)
 
     # ---------------------------------------------------------------- checking steps
 
@@ -201,7 +222,7 @@ class Writer:
         return True
 
     def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
-        steps = as_mapping(steps)
+        steps = as_mapping(steps, self._schema.objects)
         if not isinstance(steps, Mapping):
             raise SchemaError(
                 f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._schema)}, "
@@ -221,10 +242,17 @@ class Writer:
         for column in self._columns:
             if column.name not in rows:
                 self._schema.validate_names(rows, what="the step")
-            value = rows[column.name]
+            value, ragged = rows[column.name], self._schema[column.name].ragged
+            if ragged is not None:
+                if ragged.kind == "object":
+                    continue
+                several = isinstance(value, (list, tuple, Ragged)) or (is_tensor(value) and value.is_nested)
+                return not several and not (
+                    ragged.coded is not None and getattr(value, "ndim", 0) == len(ragged.coded.shape) + 1
+                )
             if getattr(value, "ndim", 0) != len(column.shape) + 1:
                 return True
-        return False
+        return all(column.ragged is not None for column in self._schema.values())
 
     # ---------------------------------------------------------------- for callers that write into the blocks
 

@@ -33,15 +33,12 @@ def device_of(device: str | torch.device) -> torch.device:
     """Resolve ``"auto"``, a name or a torch device to a device; SchemaError if it does not exist."""
     if isinstance(device, str) and device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = usable_device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def usable_device(device: str | torch.device | int) -> torch.device:
-    """`check_device`, also of whether torch sees a GPU where one is named. Does not initialize CUDA."""
     chosen = _named_device(device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise SchemaError(f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'.")
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SchemaError(
+                f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'."
+            )
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

@@ -104,3 +104,36 @@ def test_batches_are_those_of_the_cpu(options: dict[str, Any], policy: Policy, c
             torch.testing.assert_close(mine, getattr(other["x"], part), rtol=0, atol=0)
         for name in {*one} - {"x", "text", "max_seqlen"}:
             torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("policy", ["random", "latest"])
+def test_values_stay_until_the_gpu_has_read_them(policy: Policy) -> None:
+    """Trajectories are evicted, and others take their memory, as soon as batches have been asked for."""
+
+    def rows(number: int) -> dict[str, Any]:
+        values = [np.full((20 + number % 7 * step, 2), number, dtype=np.int32) for step in range(4)]
+        return {"x": values, "y": np.full(4, number, dtype=np.float32)}
+
+    cuda = Cuda(5, policy)
+    with cuda.installed():
+        columns = {"x": gear.Column(torch.int32, (None, 2)), "y": gear.Column(torch.float32)}
+        sizes = {"max_steps": 80, "max_trajectories": 20, "block_steps": 4, "on_full": "evict_oldest"}
+        with gear.Table.create(columns, memory=gear.Memory(payload="20KiB"), **sizes) as table:
+            for number in range(20):
+                table.add(rows(number))
+            dataset = gear.ReplayDataset(table, batch_size=3, device=DEVICE, batches_per_epoch=20, **PACKED)
+            batches, found = iter(dataset), []
+            for number in range(20, 140, 10):
+                found.append(kept(dataset.sample() if number % 3 else next(batches)))
+                for more in range(number, number + 10):
+                    table.add(rows(more))
+            assert {each.zero_copy for each in dataset._buffers.collectors} == {True}
+            found = [on_host(batch) for batch in found]
+            del dataset, batches
+            gc.collect()
+            cuda.threads.finish()
+        gc.collect()
+    cuda.check()
+    for batch in found:
+        owner = batch["y"].repeat_interleave(batch["x"].lengths)
+        assert torch.equal(batch["x"].values, owner.int()[:, None].expand(-1, 2))

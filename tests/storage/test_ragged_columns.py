@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,7 +22,8 @@ from hypothesis import given, settings
 from table_common import Died, Fragile, bury, mortal
 
 import gear_loader as gear
-from gear_loader.errors import CorruptTableError, LockTimeoutError, SchemaError, TableFullError
+from gear_loader.errors import CorruptTableError, FilledError, LockTimeoutError, SchemaError, TableFullError
+from gear_loader.storage.late import fill_columns
 from gear_loader.storage.ragged_input import with_records
 from gear_loader.storage.schema import Schema
 
@@ -129,6 +131,168 @@ def test_adding_removing_and_evicting_beside_readers() -> None:
 )
 def test_many_histories(seed: int, on_full: Any, payload: int) -> None:
     act(seed, on_full, payload, 60)
+
+
+STREAM = 4096
+"""Step k of stream i is number ``STREAM * i + k``, which tells all its values."""
+
+
+def numbered(number: int) -> dict[str, Any]:
+    """The step of a number."""
+    random, stream = np.random.default_rng(number), number // STREAM
+    given = trajectory(random, 1, 12)
+    new = {name: listed(given[name])[0] for name in COLUMNS if name not in ("goal", "scores")}
+    return {**new, "reward": np.float32(number), "goal": "g" * stream, "scores": np.ones((stream, 2))}
+
+
+def together(numbers: list[int]) -> dict[str, Any]:
+    """A trajectory of these steps."""
+    steps = [numbered(number) for number in numbers]
+    once = {name: steps[0][name] for name in ("goal", "scores")}
+    return {name: [step[name] for step in steps] for name in COLUMNS} | {
+        "reward": np.array(numbers, np.float32),
+        **once,
+    }
+
+
+class Streams:
+    """Writers with all options, alone and of two lanes, and what each has appended.
+
+    Attributes:
+        begun: of each lane of each writer, the first number that is not committed, and the next number.
+    """
+
+    OPTIONS: tuple[dict[str, Any], ...] = (
+        *({}, {"chunk_steps": 3}, {"commit_every_step": True}),
+        {"commit_every_step": True, "chunk_steps": 4, "overlap_steps": 2},
+    )
+
+    def __init__(self, table: gear.Table) -> None:
+        self.table = table
+        self.writers: list[Any] = [table.writer(**each) for each in self.OPTIONS]
+        self.writers += [table.writers(2, **each) for each in self.OPTIONS]
+        lanes = [[number] for number in range(4)] + [[4 + 2 * n, 5 + 2 * n] for n in range(4)]
+        self.begun = [[[STREAM * lane, STREAM * lane] for lane in each] for each in lanes]
+        for writer, each in zip(self.writers, lanes, strict=True):
+            once = {"goal": ["g" * lane for lane in each], "scores": [np.ones((lane, 2)) for lane in each]}
+            vector = len(each) > 1
+            writer.trajectory = once if vector else {name: value[0] for name, value in once.items()}
+
+    def act(self, random: np.random.Generator) -> None:
+        """Append, commit or discard."""
+        place = int(random.integers(8))
+        writer, begun, vector = self.writers[place], self.begun[place], place >= 4
+        grows = self.OPTIONS[place % 4].get("commit_every_step", False)
+        chance, visible = random.random(), []
+        try:
+            if chance < 0.1:
+                writer.discard()
+                self._skip(begun)
+            elif chance < 0.3 and (writer.num_steps > 0 if not vector else (writer.num_steps > 0).any()):
+                writer.commit()
+                visible = [] if grows else [last - 1 for first, last in begun if last > first]
+                self._skip(begun)
+            elif vector:
+                acting = random.random(2) < 0.8
+                steps = [numbered(last) for _, last in begun]
+                rows = {
+                    name: [step[name] for step in steps] for name in COLUMNS if name not in ("goal", "scores")
+                }
+                found = writer.append({**rows, "reward": np.array(rows["reward"])}, active=acting)
+                for lane in np.flatnonzero(acting).tolist():
+                    visible += self._append(begun[lane], 1, found[lane] >= 0 or grows)
+            else:
+                count = 1 if random.random() < 0.7 else int(random.integers(2, 4))
+                several = list(range(begun[0][1], begun[0][1] + count))
+                step = numbered(several[0]) if count == 1 else together(several)
+                given = {name: value for name, value in step.items() if name not in ("goal", "scores")}
+                found = writer.append(**given)
+                visible = self._append(begun[0], count, grows)
+        except (TableFullError, LockTimeoutError):
+            writer.discard()  # a part of the rows, or chunks, may be there
+            for lane in begun:
+                lane[1] += 4
+            self._skip(begun)
+        contents = [number for slot in self.table.indices().tolist() for number in self.numbers(slot)]
+        missing = set(visible) - set(contents)
+        assert not missing or (
+            grows and vector and len(missing) < len(visible)
+        )  # a lane may evict another one's
+
+    def _append(self, lane: list[int], count: int, visible: bool) -> list[int]:
+        lane[1] += count
+        return [lane[1] - 1] if visible else []
+
+    def _skip(self, begun: list[list[int]]) -> None:
+        for lane in begun:
+            lane[0] = lane[1]
+
+    def numbers(self, slot: int) -> list[int]:
+        found: list[int] = self.table[slot]["reward"].int().tolist()
+        return found
+
+
+def check_numbered(table: gear.Table) -> None:
+    """Every trajectory has consecutive steps of a stream, with the values that belong to them."""
+    for slot in table.indices().tolist():
+        found = table[slot]
+        numbers = found["reward"].int().tolist()
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        check_trajectory(found, together(numbers))
+
+
+def test_writers_beside_adding_removing_and_evicting() -> None:
+    write(11, "evict_oldest", 8_000, 60)
+
+
+@pytest.mark.long
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["evict_oldest", "evict_lowest_priority", "error"]),
+    st.integers(6_000, 60_000),
+)
+def test_many_histories_of_writers(seed: int, on_full: Any, payload: int) -> None:
+    write(seed, on_full, payload, 90)
+
+
+def write(seed: int, on_full: Any, payload: int, count: int) -> None:
+    random = np.random.default_rng(seed)
+    with table_of(payload, on_full=on_full, timeout=0.01) as table:
+        streams, tickets, added = Streams(table), [], 20 * STREAM
+        dataset = gear.ReplayDataset(
+            table, batch_size=4, device="cpu", windows={"text": gear.Window(2), "reward": gear.Window(2)}
+        )
+        for _ in range(count):
+            what, live = random.random(), table.indices().tolist()
+            if what < 0.1 and live:
+                table.remove(live[0])
+            elif what < 0.15:
+                tickets.append(table._engine.reader().begin_read())
+            elif what < 0.3 and tickets:
+                tickets.pop().end()
+            elif what < 0.4:
+                with contextlib.suppress(TableFullError, LockTimeoutError):
+                    table.add(together(list(range(added, added + 3))))
+                    added += 3
+            else:
+                streams.act(random)
+            table.check_valid()
+            check_numbered(table)
+            if len(table):
+                batch = dataset.sample()
+                for row, text in zip(batch["reward"], batch["text"], strict=True):
+                    assert text[0] == numbered(int(row[0]))["text"]
+        for ticket in tickets:
+            ticket.end()
+        for writer in streams.writers:
+            writer.close()
+        table.clear()
+        table.check_valid()
+        heap = table._engine.region.payload()
+        assert not len(table)
+        table.add({**together([0]), "blob": [bytes(heap.nbytes - 1200)]})  # all is free
+        table.check_valid()
 
 
 def act(seed: int, on_full: Any, payload: int, count: int) -> None:
@@ -263,11 +427,260 @@ def test_a_death_at_every_store_leaves_extents_that_are_whole() -> None:
     assert deaths > 50
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"commit_every_step": True}])
+def test_a_death_at_every_store_of_a_writer(options: dict[str, Any]) -> None:
+    """Whole trajectories, or all steps up to one, are there; values are split, and memory is kept for the next ones."""
+    steps, deaths = [{"blob": bytes([n]) * size} for n, size in enumerate((0, 150, 300, 90, 2600, 40))], 0
+    columns: Any = {"blob": gear.Column(bytes)}
+    sizes: dict[str, Any] = {"max_steps": 60, "max_trajectories": 12, "block_steps": 4}
+    for stores in itertools.count():
+        with gear.Table.create(columns, memory=gear.Memory(payload=9_000), **sizes) as table:
+            slots = [table.add({"blob": [bytes([n]) * 900]}) for n in range(9)]
+            table.remove(slots[2::2])
+            writer, died = table.writer(**options), False
+            writer._sink.give_up.detach()  # type: ignore[attr-defined]
+            try:
+                with mortal(table, stores) as index:
+                    sink: Any = writer._sink
+                    sink.index, sink._payload._heap = index, sink._payload._heap.view(Fragile)
+                    for step in steps:
+                        writer.append(step)
+                    writer.commit()
+            except Died:
+                died, deaths = True, deaths + 1
+            bury(table)
+            table.check_valid()
+            found = [table[slot]["blob"] for slot in table.indices().tolist()]
+            left = [[bytes([n]) * 900] for n in range(9) if n < 2 or n % 2]
+            assert found[: len(left)] == left
+            for more in found[len(left) :]:
+                assert more == [step["blob"] for step in steps][: len(more)]
+                assert options or len(more) == len(steps)
+            assert len(found) == len(left) + 1 or died
+            table.clear()
+            table.add({"blob": [bytes(8_800)]})
+            table.check_valid()
+        if not died:
+            break
+    assert deaths > 60
+
+
+LATE = {
+    "reward": gear.Column(torch.float32),
+    "note": gear.Column(str, late=True),
+    "logprob": gear.Column(torch.float32, (None,), late=True),
+    "verdict": gear.Column(object, per="trajectory", late=True),
+}
+
+
+def late_table(payload: int, **options: Any) -> gear.Table:
+    sizes: dict[str, Any] = {"max_steps": 200, "max_trajectories": 24, "block_steps": 4, "timeout": 0.2}
+    return gear.Table.create(LATE, memory=gear.Memory(payload=payload), **{**sizes, **options})
+
+
+def late_of(number: int, length: int) -> dict[str, Any]:
+    return {
+        "note": [f"{number}" * (number * step % 50) for step in range(length)],
+        "logprob": [np.full(number + step, number, np.float32) for step in range(length)],
+        "verdict": {"number": number, "steps": list(range(length))},
+    }
+
+
+def check_late(found: Any, number: int, names: Any) -> None:
+    expected = late_of(number, len(found["reward"]))
+    assert set(found) == {"reward", *names}
+    for name in names:
+        pairs = zip(listed(found[name]), listed(expected[name]), strict=True)
+        assert found[name] == expected[name] if name != "logprob" else all(same(*pair) for pair in pairs)
+
+
+def test_values_that_are_filled_later() -> None:
+    random, numbers = np.random.default_rng(8), dict[int, int]()
+    with late_table(9_000, on_full="evict_oldest") as table:
+        filled: dict[int, set[str]] = {}
+        for number in range(60):
+            slot = table.add({"reward": np.ones(int(random.integers(1, 7)), np.float32)})
+            numbers[slot], filled[slot] = number % 40, set()
+            batch = random.permutation(table.indices())[:3]
+            batch = batch[[not filled[each] for each in batch.tolist()]]
+            names = [name for name in LATE if name != "reward" and random.random() < 0.6]
+            each = [late_of(numbers[slot], len(table[slot]["reward"])) for slot in batch.tolist()]
+            if names and len(batch):
+                single = len(batch) == 1
+                values = {name: [late[name] for late in each] for name in names}
+                given = {name: value[0] for name, value in values.items()} if single else values
+                generation = table._engine.index.arrays.generation[batch]
+                index, generation = (part[0] if single else part for part in (batch, generation))
+                skipped = table.fill(index, generation=generation, **given)
+                live = set(table.indices().tolist())
+                assert skipped == len(set(batch.tolist()) - live)
+                for slot in batch.tolist():
+                    filled[slot] |= set(names)
+                if live & set(batch.tolist()):
+                    again = sorted(live & set(batch.tolist()))[0]
+                    with pytest.raises(FilledError, match=r"has .* already"):
+                        table.fill(
+                            again,
+                            **{names[0]: late_of(numbers[again], len(table[again]["reward"]))[names[0]]},
+                        )
+            table.check_valid()
+            for slot in table.indices().tolist():
+                check_late(table[slot], numbers[slot], filled[slot])
+        notes = gear.ReplayDataset(table, batch_size=4, device="cpu", windows={"note": gear.Window(1)})
+        batch = notes.sample()
+        for slot, anchor, note in zip(
+            batch["index"].tolist(), batch["anchor"].tolist(), batch["note"], strict=True
+        ):
+            assert note == [late_of(numbers[slot], 9)["note"][anchor]]
+        table.clear()
+        for number in range(3):
+            table.add({"reward": np.ones(number + 1, np.float32)})
+        packed = gear.ReplayDataset(
+            table,
+            batch_size=3,
+            device="cpu",
+            windows={"reward": gear.Whole()},
+            layout="packed",
+            sampler=gear.Uniform(replacement=False),
+        ).sample()
+        order = packed["index"].tolist()
+        lengths = packed["cu_seqlens"].diff().tolist()
+        parts = [late_of(slot, length) for slot, length in zip(order, lengths, strict=True)]
+        assert (
+            table.fill(
+                packed,
+                note=[note for part in parts for note in part["note"]],
+                verdict=[part["verdict"] for part in parts],
+            )
+            == 0
+        )
+        for slot, length in zip(order, lengths, strict=True):
+            assert len(table[slot]["reward"]) == length
+            check_late(table[slot], slot, ("note", "verdict"))
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"logprob": [np.ones(2)]}, r"step 0, is float64 \[2\]; expected"),
+            ({"logprob": [np.ones(2, np.float32)] * 9}, "has 9 steps for row 0; expected"),
+            ({"verdict": 2}, "already"),
+        ]
+        for given, message in wrong:
+            with pytest.raises((SchemaError, FilledError), match=message):
+                table.fill(order[0], **given)
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.long)])
+def test_a_death_at_every_store_of_a_fill(stride: int) -> None:
+    """Filled whole, or not at all, and then once more."""
+    for stores in itertools.count(step=stride):
+        with late_table(9_000) as table:
+            slots = [table.add({"reward": np.ones(3, np.float32)}) for _ in range(5)]
+            table.fill(
+                slots[:3], **{name: [late_of(n, 3)[name] for n in range(3)] for name in ("note", "logprob")}
+            )
+            table.remove(slots[1])
+            given = {name: [late_of(n, 3)[name] for n in (3, 4)] for name in ("note", "logprob", "verdict")}
+            try:
+                with mortal(table, stores) as index:
+                    engine: Any = SimpleNamespace(
+                        index=index, schema=table.schema, policy=(0, False), region=table._engine.region
+                    )
+                    heap = table._engine.region.payload().view(Fragile)
+                    engine.region = SimpleNamespace(
+                        payload=lambda: heap,  # noqa: B023
+                        column=table._engine.region.column,
+                        column_place=table._engine.region.column_place,
+                        layout=table._engine.region.layout,
+                        fill_lock=table._engine.region.fill_lock,
+                    )
+                    fill_columns(engine, np.array(slots[3:]), None, given, strict=True)
+                    break
+            except Died:
+                pass
+            bury(table)
+            table.check_valid()
+            missing = set(table.unfilled("note")[0].tolist())
+            for number in (3, 4):
+                if slots[number] in missing:
+                    check_late(table[slots[number]], number, ())
+                    table.fill(slots[number], **late_of(number, 3))
+                check_late(table[slots[number]], number, late_of(0, 0))
+            table.check_valid()
+    assert stores > 20
+
+
+def test_objects() -> None:
+    """Nested dicts stay as they are, whatever way they come; what msgpack has not is refused."""
+    columns = {
+        "reward": gear.Column(torch.float32),
+        "call": gear.Column(object),
+        "in.side": gear.Column(object),
+        "task": gear.Column(object, per="trajectory"),
+    }
+    calls: list[Any] = [
+        {"name": "ls", "in": {"side": [1, 2.5, None]}},
+        None,
+        {1: b"x", "": {}},
+        [[], "ä", -(2**63)],
+    ]
+    rewards, task = np.arange(4, dtype=np.float32), {"goal": {"deep": [True]}}
+    sizes: dict[str, Any] = {"max_steps": 99, "max_trajectories": 9, "block_steps": 4}
+    with gear.Table.create(columns, memory=gear.Memory(payload=9_000), **sizes) as table:
+        whole = {"reward": rewards, "call": calls, "in": {"side": calls[::-1]}, "task": task}
+        table.add(whole)
+        table.extend(iter([whole]))
+        table.extend(
+            {
+                **{name: [value] for name, value in whole.items() if name != "in"},
+                "in.side": [calls[::-1]],
+                "reward": rewards[None],
+            },
+            lengths=[4],
+        )
+        writer = table.writer()
+        writer.append({"reward": 0.0, "call": calls[0], "in": {"side": calls[3]}})
+        writer.append(reward=1.0, call=calls[1], **{"in.side": calls[2]})
+        writer.append({"reward": rewards[2:], "call": calls[2:], "in.side": calls[1::-1]})
+        writer.commit(trajectory={"task": task})
+        vector = table.writers(2)
+        vector.trajectory = {"task": [task, task]}
+        for step in range(4):
+            given = {"call": [calls[step]] * 2, "in": {"side": [calls[3 - step]] * 2}}
+            vector.append({"reward": np.full(2, step, np.float32), **given})
+        vector.commit()
+        assert len(table) == 6
+        for index in table.indices().tolist():
+            found = table[index]
+            assert (found["call"], found["in.side"], found["task"]) == (calls, calls[::-1], task)
+            assert (found["reward"].numpy() == rewards).all()
+        batch = table.gather([0], [3], windows={"call": gear.Window(2), "task": None})
+        assert (batch["call"], batch["task"]) == ([[calls[3], None]], [task])
+        for wrong in (object(), (1, 2), {1, 2}, 2**64, np.float32(1), {"a": [{"b": (1,)}]}, "\ud800"):
+            with pytest.raises(
+                SchemaError, match=r"Column 'call' of trajectory 0, step 2, is .* msgpack does not store"
+            ):
+                table.add({**whole, "call": [*calls[:2], wrong, None]})
+            with pytest.raises(
+                SchemaError, match=r"Column 'call' of the step, step 0, is .* msgpack does not store"
+            ):
+                writer.append({"reward": 0.0, "call": wrong, "in.side": 1})
+        assert (len(table), writer.num_steps) == (6, 0)
+        record = table._engine.region.column("call").view(np.int64)[table._engine.index.arrays.row(0)[0], 0]
+        table._engine.region.payload().view(np.uint8)[record[0]] = 0xC1  # no type of msgpack's
+        with pytest.raises(CorruptTableError):
+            table[0]
+
+
 def _write(name: str) -> None:
     random = np.random.default_rng(os.getpid())
     with gear.Table.attach(name) as table:
+        writers = table.writer(), table.writer(commit_every_step=True)
         while True:
             table.extend([trajectory(random, int(n)) for n in random.integers(1, 9, 2)])
+            for writer in writers:
+                new = trajectory(random, 5)
+                writer.trajectory = {"goal": new.pop("goal"), "scores": new.pop("scores")}
+                writer.append({name: listed(new[name]) if name != "reward" else new[name] for name in new})
+                writer.commit()
 
 
 def test_killed_writers_leave_a_table_that_goes_on() -> None:
@@ -394,9 +807,9 @@ def test_values_that_are_refused(name: str, value: Any, message: str) -> None:
 
 def test_what_does_not_go_with_them(tmp_path: Any) -> None:
     ragged, fixed = gear.Column(torch.int64, (None,)), gear.Column(torch.float32)
-    for wrong in ({"late": True}, {"mutable": True}, {"cast": True}, {"final": True}):
+    for wrong in ({"mutable": True}, {"cast": True}, {"final": True}):
         with pytest.raises(
-            SchemaError, match=f"{next(iter(wrong))}=True; expected none of final, cast, late and mut"
+            SchemaError, match=f"{next(iter(wrong))}=True; expected none of final, cast and mut"
         ):
             gear.Column(str, **wrong)
     sizes: dict[str, Any] = {"max_steps": 9, "max_trajectories": 9}
@@ -411,8 +824,7 @@ def test_what_does_not_go_with_them(tmp_path: Any) -> None:
     ):
         gear.Schema({"x": ragged, "y": gear.Column(torch.float32, final=True)})
     with pytest.raises(
-        SchemaError,
-        match=r"\['x'\] have a codec or are per group, and the disk has a size; expected one of",
+        SchemaError, match=r"The columns \['x'\] have a codec, and the disk has a size; expected one of both"
     ):
         gear.Table.create(
             {"x": gear.Column(torch.uint8, (4,), codec="zstd")},
@@ -422,8 +834,11 @@ def test_what_does_not_go_with_them(tmp_path: Any) -> None:
         )
     assert not list(tmp_path.iterdir())
     with table_of() as table:
-        calls: list[Any] = [table.writer, lambda: table.writers(2), table.serve]
-        calls += [lambda: table.extend({}, lengths=[1]), lambda: gear.distributed.Shards(table)]
+        calls: list[Any] = [
+            lambda: table.writers(2, chunk_steps=4, overlap_steps=2),
+            table.serve,
+        ]
+        calls += [lambda: gear.distributed.Shards(table)]
         for call in calls:
             with pytest.raises(SchemaError, match=r"are ragged; .* columns of a fixed shape only"):
                 call()

@@ -209,7 +209,7 @@ def test_windows_that_make_no_sense(windows: Any, message: str) -> None:
 
 
 def test_columns_that_make_no_sense() -> None:
-    with pytest.raises(SchemaError, match="per is 'episode'; expected 'step' or 'trajectory'"):
+    with pytest.raises(SchemaError, match="per is 'episode'; expected 'step', 'trajectory' or 'group'"):
         gear.Column(torch.bool, per="episode")  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="expected one of them"):
         gear.Column(torch.bool, per="trajectory", final=True)

@@ -14,7 +14,12 @@ from gear_loader.native.copying import scatter
 from gear_loader.native.memory import pointer
 from gear_loader.storage.counters import DIRTY, INITIALIZED, NUM_WRITING
 from gear_loader.storage.operations.appending import append_lanes, write_ahead
-from gear_loader.storage.operations.extents import forget_payload, measure_payload, take_payload
+from gear_loader.storage.operations.extents import (
+    forget_payload,
+    measure_payload,
+    take_payload,
+    trim_payload,
+)
 from gear_loader.storage.operations.growth import (
     abort_lanes,
     end_lanes,
@@ -63,7 +68,7 @@ _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, outdate, begin),
     *(reserve_lanes, end_lanes, grow_lanes, abort_lanes, append_lanes),
     *(spill, take_back, give_place, begin_stored, evict),
-    *(take_payload, measure_payload, forget_payload, begin_after),
+    *(take_payload, trim_payload, measure_payload, forget_payload, begin_after),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
 _PARTS = (lengthen, publish_steps)
@@ -269,8 +274,15 @@ def _evict(p, steps, how):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_payload(p, heap, slots, generations, runs, sizes, kept, offsets):  # type: ignore[no-untyped-def]
-    return take_payload(view_at(p), heap, slots, generations, runs, sizes, kept, offsets)
+def _take_payload(  # type: ignore[no-untyped-def]
+    p, heap, slots, generations, runs, sizes, kept, offsets, spots, ahead
+):
+    return take_payload(view_at(p), heap, slots, generations, runs, sizes, kept, offsets, spots, ahead)
+
+
+@compiled
+def _trim_payload(p, heap, spots, chosen):  # type: ignore[no-untyped-def]
+    trim_payload(view_at(p), heap, spots, chosen)
 
 
 @compiled
@@ -279,8 +291,8 @@ def _measure_payload(p, heap, kept, used):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _forget_payload(p, heap, slots, kept):  # type: ignore[no-untyped-def]
-    forget_payload(view_at(p), heap, slots, kept)
+def _forget_payload(p, heap, slots):  # type: ignore[no-untyped-def]
+    forget_payload(view_at(p), heap, slots)
 
 
 @compiled

@@ -8,10 +8,11 @@
 
 A value that no gap can hold is split: it has extents of its own, of which each names the next.
 An extent is in use as long as its slot has that generation and is not FREE, and its trajectory does not lie on disk
-only, or blocks are still parked for readers; or as other slots have it as their leader (see `prefixes.py`); else it is
-a gap. So nothing here changes when trajectories are evicted, aborted, spilled or recovered, and readers keep values as
+only, or blocks are still parked for readers; or other slots have it as their leader (see `prefixes.py`). Else it is a
+gap. So nothing here changes when trajectories are evicted, aborted, spilled or recovered, and readers keep values as
 they keep blocks. The cursor is always the beginning of an extent, or the end. A process that is killed leaves extents
-that follow one another: sizes and owners are written when nobody refers to what they change.
+that follow one another: sizes and
+owners are written when nobody refers to what they change.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ FIRST, HEADER, GRAIN = 64, 32, 16  # bytes
 LEAST = 512  # bytes of the smallest gap that a part of a value goes into
 SIZE, SLOT, GENERATION, NEXT = range(4)  # words of an extent's header
 TRAJECTORY, BEGIN, END = range(3)  # columns of `runs`
+SPOT_SLOT, SPOT_GENERATION, SPOT_EXTENT, SPOT_AT, SPOT_END, SPOT_TAKEN, SPOT_WIDTH = range(7)
+"""Where the next values of a trajectory go: its slot and generation; its last extent, the byte behind its values, and
+the end of that extent, or three zeros; bytes that it has taken."""
 
 
 @inlined
@@ -54,7 +58,7 @@ def is_own(v: Any, heap: Any, at: Any) -> Any:
 
 @inlined
 def is_used(v: Any, heap: Any, at: Any, kept: Any) -> Any:
-    """Whether a trajectory has the extent that begins at byte `at`."""
+    """Whether a trajectory has the extent that begins at byte `at`; kept: see `take_payload`."""
     if is_own(v, heap, at):
         return True
     slot = heap[at // 8 + SLOT]
@@ -105,9 +109,9 @@ def find_gap(v: Any, heap: Any, need: Any, kept: Any) -> Any:
 
 
 @inlined
-def keep(heap: Any, gap: Any, at: Any, slot: Any, generation: Any) -> None:
-    """Give the bytes of a gap up to byte `at` to a slot."""
-    used, size = (at + GRAIN - 1) // GRAIN * GRAIN - gap, heap[gap // 8 + SIZE]
+def keep(heap: Any, gap: Any, end: Any, slot: Any, generation: Any) -> None:
+    """Give the bytes of a gap up to byte `end` to a slot."""
+    used, size = (end + GRAIN - 1) // GRAIN * GRAIN - gap, heap[gap // 8 + SIZE]
     require(used <= size)
     if size - used >= HEADER:
         rest = (gap + used) // 8
@@ -124,6 +128,24 @@ def keep(heap: Any, gap: Any, at: Any, slot: Any, generation: Any) -> None:
     fence()
     heap[gap // 8 + SLOT] = slot
     heap[CURSOR] = gap + used
+
+
+@inlined
+def trim(heap: Any, extent: Any, end: Any) -> None:
+    """Make a gap of what lies behind byte `end` of an extent."""
+    size = extent_size(heap, extent)
+    used = (end + GRAIN - 1) // GRAIN * GRAIN - extent
+    require(used >= HEADER and used <= size)
+    if size - used < HEADER:
+        return
+    rest = extent + used
+    heap[rest // 8 + SIZE] = size - used
+    heap[rest // 8 + SLOT] = -1
+    fence()
+    heap[extent // 8 + SIZE] = used
+    if heap[CURSOR] == extent + size:
+        fence()
+        heap[CURSOR] = rest
 
 
 @inlined
@@ -145,42 +167,36 @@ def split_value(v: Any, heap: Any, size: Any, slot: Any, generation: Any, kept: 
 
 
 @inlined
-def give_back(v: Any, heap: Any, slots: Any) -> None:
-    """Make gaps of the extents of trajectories that are being written."""
-    mine = np.zeros(v.num_slots, dtype=np.bool_)
-    for i in range(len(slots)):
-        mine[slots[i]] = True
-    at, end = FIRST, len(heap) * 8
-    while at < end:
-        size = extent_size(heap, at)
-        if is_own(v, heap, at) and mine[heap[at // 8 + SLOT]]:
+def give_back(heap: Any, count: Any, sizes: Any, offsets: Any, begins: Any) -> None:
+    """Make gaps of the extents that the first `count` values have got."""
+    for i in range(count):
+        if begins[i] > 0:
+            heap[begins[i] // 8 + SLOT] = -1
+        at, left = -offsets[i], sizes[i]
+        while at > 0 and left > 0:
+            require(at <= len(heap) * 8 - HEADER and at % GRAIN == 0)
+            left -= extent_size(heap, at) - HEADER
             heap[at // 8 + SLOT] = -1
-        at += size
+            at = heap[at // 8 + NEXT]
 
 
 @inlined
-def forget_payload(v: Any, heap: Any, slots: Any, kept: Any) -> None:
-    """Make gaps of what trajectories on disk had in memory: they come back, with extents of their own.
-
-    `kept`: as for `take_payload`.
-    """
+def forget_payload(v: Any, heap: Any, slots: Any) -> None:
+    """Make gaps of what trajectories on disk had in memory: they come back, with extents of their own."""
     mine = np.zeros(v.num_slots, dtype=np.bool_)
     for i in range(len(slots)):
         mine[slots[i]] = True
     at, end = FIRST, len(heap) * 8
     while heap[CURSOR] != 0 and at < end:
         slot = heap[at // 8 + SLOT]
-        if slot >= 0 and not is_used(v, heap, at, kept) and mine[slot]:
+        if slot >= 0 and not is_own(v, heap, at) and mine[slot]:
             heap[at // 8 + SLOT] = -1
         at += extent_size(heap, at)
 
 
 @inlined
 def measure_payload(v: Any, heap: Any, kept: Any, used: Any) -> None:
-    """Add the bytes of the extents of each slot, with their headers, to `used`, int64 [slots].
-
-    `kept`: as for `take_payload`.
-    """
+    """Add the bytes of the extents of each slot, with their headers, to `used`, int64 [slots]; kept: see `is_used`."""
     at, end = FIRST, len(heap) * 8
     while heap[CURSOR] != 0 and at < end:
         size = extent_size(heap, at)
@@ -191,20 +207,31 @@ def measure_payload(v: Any, heap: Any, kept: Any, used: Any) -> None:
 
 @inlined
 def take_payload(
-    v: Any, heap: Any, slots: Any, generations: Any, runs: Any, sizes: Any, kept: Any, offsets: Any
+    v: Any,
+    heap: Any,
+    slots: Any,
+    generations: Any,
+    runs: Any,
+    sizes: Any,
+    kept: Any,
+    offsets: Any,
+    spots: Any,
+    ahead: Any,
 ) -> Any:
-    """Find places for all values of trajectories that are being written, or for none.
+    """Find places for all values of trajectories, which are not FREE, or for none.
 
     Whoever waits for room so holds none that others wait for, and no gaps are left between its own values.
 
     Values of a run lie one after another, as far as a gap reaches, and a run begins at a multiple of 16 bytes.
 
     Args:
-        heap: int64, see the module. slots, generations: int64 [n], in state WRITING.
+        heap: int64, see the module. slots, generations: int64 [n].
         runs: int64 [R, 3], ascending: number of the trajectory, and first and end of its values in `sizes`.
         sizes: int64 [V], bytes.
         kept: int64 [K], of `prefixes.kept_leaders`.
         offsets: int64 [V], output: first byte of each, 0 of empty ones; negative: of the first extent of a split one.
+        spots: int64 [n, SPOT_WIDTH], where each trajectory's next values go; of others, and zeros: nowhere yet.
+        ahead: most bytes that a trajectory keeps for those, no more than it has taken.
 
     Returns:
         DONE, or SHORT if the gaps are too small.
@@ -215,33 +242,71 @@ def take_payload(
         heap[FIRST // 8 + SLOT] = -1
         fence()
         heap[CURSOR] = FIRST
-    gap, at, limit, owner = -1, 0, 0, -1
+    begins = np.zeros(len(sizes), dtype=np.int64)  # extents that were taken for a value and those behind it
+    before, fresh = spots.copy(), 0  # fresh: the extent of the last spot, while it is a gap
     for r in range(len(runs)):
-        if gap >= 0 and runs[r, TRAJECTORY] != owner:
-            keep(heap, gap, at, slots[owner], generations[owner])
-            gap = -1
         owner = runs[r, TRAJECTORY]
-        at = (at + GRAIN - 1) // GRAIN * GRAIN
+        slot, generation, spot = slots[owner], generations[owner], spots[owner]
+        if spot[SPOT_SLOT] != slot or spot[SPOT_GENERATION] != generation:
+            spot[:] = 0
+            spot[SPOT_SLOT], spot[SPOT_GENERATION] = slot, generation
+        at = (spot[SPOT_AT] + GRAIN - 1) // GRAIN * GRAIN
         for i in range(runs[r, BEGIN], runs[r, END]):
             size = sizes[i]
             require(size >= 0)
             offsets[i] = 0
-            if size > 0 and (gap < 0 or at + size > limit):
-                if gap >= 0:
-                    keep(heap, gap, at, slots[owner], generations[owner])
+            if size > 0 and at + size > spot[SPOT_END]:
+                if spot[SPOT_EXTENT] > 0:
+                    if fresh > 0:
+                        keep(heap, fresh, at, slot, generation)
+                    else:
+                        trim(heap, spot[SPOT_EXTENT], at)
+                    fresh = 0
+                    spot[SPOT_EXTENT] = spot[SPOT_AT] = spot[SPOT_END] = at = 0
                 gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN, kept)
                 if gap <= 0 and -gap < size:
-                    if i > 0:
-                        give_back(v, heap, slots)
+                    give_back(heap, i, sizes, offsets, begins)
+                    for k in runs[: r + 1, TRAJECTORY]:
+                        spots[k], extent = before[k], before[k, SPOT_EXTENT]
+                        same = (
+                            before[k, SPOT_SLOT] == slots[k] and before[k, SPOT_GENERATION] == generations[k]
+                        )
+                        if same and extent > 0:
+                            spots[k, SPOT_END] = extent + extent_size(
+                                heap, extent
+                            )  # it may have been trimmed
                     return SHORT
+                spot[SPOT_TAKEN] += size
                 if gap <= 0:
-                    gap = -1
-                    offsets[i] = -split_value(v, heap, size, slots[owner], generations[owner], kept)
+                    offsets[i] = -split_value(v, heap, size, slot, generation, kept)
                     continue
-                at, limit = gap + HEADER, gap + extent_size(heap, gap)
+                begins[i] = spot[SPOT_EXTENT] = fresh = gap
+                at, spot[SPOT_END] = gap + HEADER, gap + extent_size(heap, gap)
+                spot[SPOT_TAKEN] -= size
             if size > 0:
                 offsets[i] = at
                 at += size
-    if gap >= 0:
-        keep(heap, gap, at, slots[owner], generations[owner])
+                spot[SPOT_TAKEN] += size
+                spot[SPOT_AT] = at
+        if spot[SPOT_EXTENT] > 0 and (r + 1 == len(runs) or runs[r + 1, TRAJECTORY] != owner):
+            end = min(spot[SPOT_AT] + min(ahead, spot[SPOT_TAKEN]), spot[SPOT_END])
+            if fresh > 0:
+                keep(heap, fresh, end, slot, generation)
+            else:
+                trim(heap, spot[SPOT_EXTENT], end)
+            fresh = 0
+            spot[SPOT_END] = spot[SPOT_EXTENT] + extent_size(heap, spot[SPOT_EXTENT])
     return DONE
+
+
+@inlined
+def trim_payload(v: Any, heap: Any, spots: Any, chosen: Any) -> None:
+    """Give back what trajectories (`chosen`, int64 [m]) keep for their next values."""
+    for k in chosen:
+        slot, extent = spots[k, SPOT_SLOT], spots[k, SPOT_EXTENT]
+        if extent <= 0:
+            continue
+        require(slot >= 0 and slot < v.num_slots and extent % GRAIN == 0 and extent <= len(heap) * 8 - HEADER)
+        if v.state[slot] != FREE and v.generation[slot] == spots[k, SPOT_GENERATION]:
+            trim(heap, extent, spots[k, SPOT_AT])
+        spots[k, SPOT_EXTENT] = spots[k, SPOT_AT] = spots[k, SPOT_END] = 0
