@@ -24,8 +24,8 @@ from gear_loader.utils.arrays import Array
 
 _AT_ONCE = 1 << 19
 """Bytes of mutable columns that are copied under the lock at once, unless one trajectory has more."""
-_NOWHERE = -(1 << 62)
-"""The place of values in a record that stands for those of a trajectory that is lost."""
+_NOWHERE = 1 << 62
+"""The place of values in a record that stands for those of a trajectory that is lost: behind any memory."""
 
 
 class TrajectoryRows:

@@ -200,10 +200,11 @@ class Table:
         if tier is not None:
             check_fixed(late, "a table whose disk has a size takes late")
         coded = [name for name, values in layout.schema.ragged.items() if values.coded is not None]
+        coded += layout.schema.per_group
         if tier is not None and coded:
             raise SchemaError(
-                f"The columns {coded} have a codec, and the disk has a size; expected one of both. Give the table a "
-                "disk without a size, or memory for all values."
+                f"The columns {coded} have a codec or are per group, and the disk has a size; expected one of both. "
+                "Give the table a disk without a size, or memory for all values."
             )
         check_packages(layout.schema.ragged.values())
         timeout = None if timeout is None else check_seconds("timeout", timeout)

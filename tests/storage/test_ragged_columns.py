@@ -824,7 +824,8 @@ def test_what_does_not_go_with_them(tmp_path: Any) -> None:
     ):
         gear.Schema({"x": ragged, "y": gear.Column(torch.float32, final=True)})
     with pytest.raises(
-        SchemaError, match=r"The columns \['x'\] have a codec, and the disk has a size; expected one of both"
+        SchemaError,
+        match=r"The columns \['x'\] have a codec or are per group, and the disk has a size; expected one of both",
     ):
         gear.Table.create(
             {"x": gear.Column(torch.uint8, (4,), codec="zstd")},
