@@ -207,6 +207,10 @@ def _ragged() -> None:
         _draw(table, Uniform(), windows=Whole(), layout="packed")
         table.stats()
         _saved(table)
+        with table.writer() as writer:
+            for _ in range(3):
+                writer.append(tokens=np.arange(9), text="a")
+            writer.commit()
 
 
 def _prefixes() -> None:

@@ -34,6 +34,7 @@ INNER = {
     "queued.queue_drawn",
     "queued.queue_uniform",
     "queued.queue_update",
+    "ragged_copies.list_values",
     "sharing.work",
     "entry_points.reclaim",
 }

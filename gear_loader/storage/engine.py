@@ -19,6 +19,7 @@ from gear_loader.errors import LockTimeoutError, SchemaError
 from gear_loader.native import copying
 from gear_loader.storage.allocation import Claim
 from gear_loader.storage.block_sizes import waste_remedy
+from gear_loader.storage.counted_stats import stats_of
 from gear_loader.storage.counters import (
     NUM_FREE_BLOCKS,
     NUM_READY,
@@ -41,7 +42,7 @@ from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
-from gear_loader.storage.stats import TableStats, stats_of
+from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_rules import OnFull, Rules
 from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_priorities
 from gear_loader.utils.arrays import Array, shown

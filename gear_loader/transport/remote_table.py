@@ -187,8 +187,12 @@ class RemoteTable:
         *,
         priority: float | None = None,
         final: Mapping[str, Any] | None = None,
+        prefix: int | None = None,
+        prefix_steps: int | None = None,
+        prefix_generation: int | None = None,
     ) -> int:
-        """Store one trajectory, and wait until it can be drawn. Arguments as for `Table.add`.
+        """Store one trajectory, and wait until it can be drawn. Arguments as for `Table.add`, but for a prefix, which
+        is refused.
 
         Returns:
             Index of the trajectory in the server's table, or -1 if it was evicted before the answer came.
@@ -198,6 +202,7 @@ class RemoteTable:
             TransportError: the server's clients may only read, `Table.serve` with ``allow="read"``.
         """
         self._check()
+        _refuse_prefix(prefix, prefix_steps, prefix_generation)
         first = checked_priority(priority)
         rows = as_mapping(trajectory) if final is None else with_final(self._added, trajectory, final)
         checked = Rows.of(self._added, rows, "trajectory 0")
@@ -209,8 +214,11 @@ class RemoteTable:
         *,
         lengths: Sequence[int] | Array | None = None,
         priority: float | Sequence[float] | Array | None = None,
+        prefix: int | Sequence[int] | Array | None = None,
+        prefix_steps: int | Sequence[int] | Array | None = None,
+        prefix_generation: int | Sequence[int] | Array | None = None,
     ) -> Array:
-        """Store many trajectories. Arguments as for `Table.extend`.
+        """Store many trajectories. Arguments as for `Table.extend`, but for prefixes, which are refused.
 
         They are sent in requests of a limited size; each request is stored as a whole or not at all.
 
@@ -221,6 +229,7 @@ class RemoteTable:
             As `add`; what earlier requests stored stays stored.
         """
         self._check()
+        _refuse_prefix(prefix, prefix_steps, prefix_generation)
         rows = self._all_checked(trajectories, lengths)
         counts = (
             rows.lengths if isinstance(rows, Stacked) else np.array([each.length for each in rows], np.int64)
@@ -529,3 +538,11 @@ def _stop(spool: Spool, peer: Peer) -> None:
     spool.stop()
     peer.close()  # ends the request of the thread
     spool.join()
+
+
+def _refuse_prefix(*given: Any) -> None:
+    if any(each is not None for each in given):
+        raise SchemaError(
+            "prefix was given to a table behind a server; expected none, as whole trajectories are sent there. Send "
+            "them with all of their steps, or add them in a process of that machine."
+        )

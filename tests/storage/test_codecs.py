@@ -418,8 +418,8 @@ def test_batches_are_right_while_others_evict() -> None:
             "has None as extent 1; expected it as the first",
         ),
         (
-            lambda: gear.Column(torch.uint8, (8, 8, 3), codec="png", late=True),
-            "has late=True; expected none of final",
+            lambda: gear.Column(torch.uint8, (8, 8, 3), codec="png", mutable=True),
+            "has mutable=True; expected none of final",
         ),
         (
             lambda: gear.Column(str, codec="zstd"),
