@@ -113,6 +113,9 @@ class _Pillow:
         assert coded.shape[2] is not None
         self._channels = coded.shape[2]
         self._mode = _MODES[self._channels]
+        # In place of `Image.open`, which has a limit of pixels of its own.
+        kind = {"png": "Png", "webp": "WebP"}[self._codec.name]
+        self._open = getattr(importlib.import_module(f"PIL.{kind}ImagePlugin"), f"{kind}ImageFile")
 
     def encode(self, array: Array) -> bytes:
         memory = io.BytesIO()
@@ -132,7 +135,7 @@ class _Pillow:
         return height, width, channels
 
     def decode(self, blob: memoryview, out: Array) -> None:
-        with self._package.open(io.BytesIO(blob), formats=(self._codec.name,)) as image:
+        with self._open(io.BytesIO(blob)) as image:
             if (image.height, image.width) != out.shape[:2]:
                 raise ValueError(f"an image of {image.height} x {image.width}")
             found = np.asarray(image if image.mode == self._mode else image.convert(self._mode))
@@ -222,9 +225,13 @@ class _Lz4(_Bytes):
 
     def _count(self, blob: memoryview) -> int:
         try:
-            return int(self._package.get_frame_info(blob)["content_size"])
+            count = int(self._package.get_frame_info(blob)["content_size"])
         except RuntimeError as error:
             raise ValueError(f"no lz4 frame: {error}") from None
+        # A bit of the descriptor tells whether it has the size, which an empty frame (an end mark alone) does without.
+        if not blob[4] & 0x08 and blob[7:11] != bytes(4):
+            raise ValueError("an lz4 frame whose header lacks the decoded size")
+        return count
 
     def decode(self, blob: memoryview, out: Array) -> None:
         into, reader = out.reshape(-1).view(np.uint8), self._package.LZ4FrameDecompressor()
