@@ -344,9 +344,10 @@ def _apart(columns: Mapping[str, Column]) -> dict[str, Column]:
     """The columns, of which no two share their `Values`: what reads values finds their column by these."""
     found: dict[str, Column] = {}
     for name, column in columns.items():
-        if column.ragged is not None and any(column.ragged is each.ragged for each in found.values()):
+        values = column.ragged
+        if values is not None and any(values is each.ragged for each in found.values()):
             column = copy.copy(column)
-            object.__setattr__(column, "ragged", dataclasses.replace(column.ragged))
+            object.__setattr__(column, "ragged", dataclasses.replace(values))
         found[name] = column
     return found
 

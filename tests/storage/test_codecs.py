@@ -277,7 +277,7 @@ def test_images_that_a_format_does_not_have(name: Any) -> None:
     columns = {"image": gear.Column(torch.uint8, (None, None, 3), codec=name)}
     with table_of(columns) as table:
         for shape in ((0, 4, 3), (4, 0, 3)):
-            with pytest.raises(SchemaError, match="step 0, is an array of shape .* at least one pixel"):
+            with pytest.raises(SchemaError, match=r"step 0, is an array of shape .* at least one pixel"):
                 table.add({"image": [np.zeros(shape, np.uint8)]})
         if name != "png":
             with pytest.raises(SchemaError, match=rf"step 0, .* which cannot be encoded as {name}: "):
