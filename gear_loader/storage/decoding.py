@@ -50,8 +50,10 @@ def for_each(count: int, work: Callable[[int], None]) -> None:
 
     def help_out(mine: Future[None]) -> None:
         if mine.set_running_or_notify_cancel():
-            run()
-            mine.set_result(None)
+            try:
+                run()
+            finally:
+                mine.set_result(None)
 
     members = min(_threads(), count) - 1
     helping: list[Future[None]] = []  # each before it is given to the pool, which may begin it and fail then
