@@ -24,8 +24,8 @@ from gear_loader.utils.arrays import Array
 _PACKAGES = {
     "video": "av",
     "jpeg": "simplejpeg",
-    "png": "PIL.Image",
-    "webp": "PIL.Image",
+    "png": "PIL.PngImagePlugin",
+    "webp": "PIL.WebPImagePlugin",
     "zstd": "zstandard",
     "lz4": "lz4.frame",
 }
@@ -114,8 +114,7 @@ class _Pillow:
         self._channels = coded.shape[2]
         self._mode = _MODES[self._channels]
         # In place of `Image.open`, which has a limit of pixels of its own.
-        kind = {"png": "Png", "webp": "WebP"}[self._codec.name]
-        self._open = getattr(importlib.import_module(f"PIL.{kind}ImagePlugin"), f"{kind}ImageFile")
+        self._open = package.PngImageFile if self._codec.name == "png" else package.WebPImageFile
 
     def encode(self, array: Array) -> bytes:
         memory = io.BytesIO()
@@ -124,7 +123,7 @@ class _Pillow:
             options = {"quality": self._codec.quality}
             if self._codec.quality is None:
                 options = {"lossless": True, "exact": True, "quality": 0, "method": 0}
-        image = self._package.fromarray(array[:, :, 0] if self._channels == 1 else array)
+        image = self._package.Image.fromarray(array[:, :, 0] if self._channels == 1 else array)
         image.save(memory, self._codec.name, **options)
         return memory.getvalue()
 
