@@ -167,7 +167,7 @@ def add_answers(table, model, images, digits, generator, first):
     return float(right.prod(-1).mean())
 
 
-def loss_of(model, batch):
+def loss_of(model, batch, bonus):
     """The loss of a batch, and how many tokens the model has read."""
     token, position, ends = batch["token"], batch["position"].long(), batch["cu_seqlens"].long()
     images = batch["image"].values
@@ -184,7 +184,7 @@ def loss_of(model, batch):
     advantage = batch["advantage"][row[here]]
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     entropy = -(scores[before].exp() * scores[before]).sum(-1)
-    return -(gain + 0.01 * entropy).mean(), len(token) + len(images) * PATCHES
+    return -(gain + bonus * entropy).mean(), len(token) + len(images) * PATCHES
 
 
 def accuracy(model, images, digits):
@@ -224,7 +224,7 @@ def main():
     with gear.Table.create(
         columns,
         max_steps=40_000,
-        max_trajectories=2_000,
+        max_trajectories=512,
         block_steps=4,
         memory=gear.Memory(payload="1MiB", prefixes=True, packed=False),
         on_full="evict_oldest",
@@ -242,7 +242,7 @@ def main():
         for update in range(updates):
             right = add_answers(table, model, images[used], digits[used], generator, update * FRESH)
             batch = replay.sample()
-            loss, count = loss_of(model, batch)
+            loss, count = loss_of(model, batch, 0.1 * max(0.05, 1 - update / updates))
             read += count
             whole += len(batch["parent"]) * (PATCHES + PROMPT + ANSWER)
             optimizer.param_groups[0]["lr"] = 2e-3 * max(0.1, 1 - update / updates)
