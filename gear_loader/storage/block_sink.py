@@ -37,6 +37,7 @@ from gear_loader.storage.operations.view import DONE, OUTSIDE
 from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.ragged_input import StepValues, with_step_records
 from gear_loader.storage.ragged_steps import RaggedSteps
+from gear_loader.storage.schema import Column
 from gear_loader.utils.arrays import Array, data_address
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 10
 """Attempts to add steps to a trajectory that was brought back into memory before it is waited in between."""
 _ONE_LANE: Array = np.zeros(1, dtype=np.int64)
+_BYTES = Column(bytes)
 
 
 class StepSources(NamedTuple):
@@ -449,7 +451,7 @@ class GrowingSink(BlockSink):
         """The last `overlap` steps of a lane's chunk, which may lie on disk; None if it is gone."""
         slot, generation = self.lanes[lane, [LANE_SLOT, LANE_GENERATION]].tolist()
         try:
-            steps = self.table.rows(slot)
+            steps = self.table.rows(slot, encoded=True)  # those of a lossy codec are not encoded again
         except StaleIndexError:
             return None
         if steps is None or self.index.arrays.generation[slot] != generation:
@@ -459,7 +461,8 @@ class GrowingSink(BlockSink):
             name: (steps[name].tolist() if isinstance(steps[name], Ragged) else steps[name])[last]
             for name in self._steps
         }
-        rows, values = with_step_records(self._steps, rows, "the chunk", by_lane=False)
+        columns = {name: column if column.codec is None else _BYTES for name, column in self._steps.items()}
+        rows, values = with_step_records(columns, rows, "the chunk", by_lane=False)
         length, addresses, hold = self._steps.locate(rows, what="the chunk")
         return _sources(length, addresses, [0] * len(addresses), (rows, hold))._replace(ragged=values)
 

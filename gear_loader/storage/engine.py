@@ -34,10 +34,10 @@ from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index
 from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
-from gear_loader.storage.payload import PayloadReader, needed_bytes, write_payload
+from gear_loader.storage.payload import PayloadReader, check_payload_fits, write_payload
 from gear_loader.storage.prefixes import Prefixes
 from gear_loader.storage.priority_updates import PriorityUpdates
-from gear_loader.storage.ragged_input import Payload
+from gear_loader.storage.ragged import ENCODED
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
@@ -216,7 +216,7 @@ class Engine:
         evict, wait = self.policy
         payload = steps.payload
         if payload is not None:
-            self._check_payload(payload)
+            check_payload_fits(payload, self.region.layout.payload)
         elif prefixes is None and self.device is None and (ids is None or unique):
             stored = index.store(
                 self.targets,
@@ -290,16 +290,6 @@ class Engine:
                 "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
             )
 
-    def _check_payload(self, payload: Payload) -> None:
-        most = self.region.layout.payload
-        needed = needed_bytes(payload)
-        if needed > most:
-            raise SchemaError(
-                f"The ragged values of {len(np.unique(payload.runs[:, 0])):,} trajectories take {needed:,} "
-                f"bytes; this table has {most:,} for those of all. Create it with a larger Memory payload, or add "
-                "fewer at a time."
-            )
-
     def _write(self, ids: Array, steps: Steps) -> None:
         self.check_open()
         values = ids, steps.addresses, steps.lengths
@@ -334,13 +324,14 @@ class Engine:
         check = self.reader().check_gathered
         return PayloadReader(self.region, self.index.arrays, check, tier if self.has_tier else None)
 
-    def rows(self, index: int, *, final: bool = False) -> dict[str, Any] | None:
+    def rows(self, index: int, *, final: bool = False, encoded: bool = False) -> dict[str, Any] | None:
         """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
         trajectory, on the CPU; for transports.
 
         Args:
             index: index of the trajectory.
             final: with the final step as the last row (zeros in columns without one); None if it has none.
+            encoded: whether columns with a codec are lists of bytes, of a table without a disk tier.
 
         Raises:
             StaleIndexError: the index has no live trajectory.
@@ -353,9 +344,9 @@ class Engine:
             index = int(index)
         while True:
             with contextlib.suppress(MovedRowsError):  # of ragged values that were read elsewhere meanwhile
-                return self._rows(int(index), final=final)
+                return self._rows(int(index), final=final, encoded=encoded)
 
-    def _rows(self, index: int, *, final: bool) -> dict[str, Any] | None:
+    def _rows(self, index: int, *, final: bool, encoded: bool) -> dict[str, Any] | None:
         """`rows`, of a live trajectory or not."""
         live, ticket = self.index, Ticket()
         try:
@@ -375,7 +366,7 @@ class Engine:
                     )
                 for name in self.schema.ragged:
                     if rows is not None and name in rows:
-                        rows[name] = self._read_ragged(name, int(index), rows[name])
+                        rows[name] = self._read_ragged(name, int(index), rows[name], encoded)
             ticket.end()
             return rows
         finally:
@@ -408,8 +399,9 @@ class Engine:
         late = self.schema.late
         return [name for name in self.schema if name not in late or bits >> late.index(name) & 1]
 
-    def _read_ragged(self, name: str, slot: int, records: torch.Tensor) -> Any:
+    def _read_ragged(self, name: str, slot: int, records: torch.Tensor, encoded: bool) -> Any:
         values, count = self.schema.ragged[name], records.numel() // 2
+        values = ENCODED if encoded and values.coded is not None else values
         slots = np.full(count, slot)
         found = self.payload.read(values, records.numpy().reshape(-1, 2), (count,), slots=slots)
         return found[0] if self.schema[name].trajectory else found

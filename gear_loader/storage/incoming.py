@@ -130,7 +130,7 @@ def rectangular(trajectories: Any) -> Array | None:
     return np.full(size[0], size[1], dtype=np.int64) if len(size) >= 2 else None
 
 
-def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
+def stacked(schema: Schema, columns: Any, lengths: Any, common: Common | None = None) -> Steps:
     """Check stacked trajectories.
 
     Args:
@@ -138,6 +138,7 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
         columns: column name -> ``[n, T, *shape]``, or ``[n, *shape]`` of columns per trajectory; trajectory i is the
             first ``lengths[i]`` steps of row i.
         lengths: int [n].
+        common: as for `with_records`.
 
     Raises:
         SchemaError: the columns or the lengths do not fit.
@@ -147,7 +148,7 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
         _check_empty(schema, columns)
         return Steps(np.empty((0, len(schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
     if schema.ragged:
-        return listed(schema, _rows_of(schema, columns, counts))
+        return listed(schema, _rows_of(schema, columns, counts, common), common)
     located = schema.locate_stacked(columns, len(counts))
     padded, places, apart, hold = (
         (*located, tuple(columns.values())) if located else _locate_any(schema, columns, len(counts))
@@ -157,9 +158,12 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
     return Steps(addresses, counts.astype(np.int64), hold)
 
 
-def _rows_of(schema: Schema, columns: Mapping[str, Any], counts: Array) -> list[dict[str, Any]]:
+def _rows_of(
+    schema: Schema, columns: Mapping[str, Any], counts: Array, common: Common | None
+) -> list[dict[str, Any]]:
     """The trajectories of stacked columns of which some are ragged: n values, or n lists of them."""
-    schema.validate_names(columns, what="the stacked trajectories")
+    in_common = () if common is None else schema.per_group  # these may be left out
+    schema.validate_names({**dict.fromkeys(in_common), **columns}, what="the stacked trajectories")
     for name, value in columns.items():
         short = (
             not hasattr(value, "__getitem__") or not hasattr(value, "__len__") or len(value) != len(counts)

@@ -20,7 +20,7 @@ from gear_loader.storage.filled_bits import filled_bits, set_filled
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.late_values import LateValues, check_late, checked_fill
 from gear_loader.storage.operations.view import begin_change, end_change
-from gear_loader.storage.payload import write_steps
+from gear_loader.storage.payload import check_payload_fits, write_steps
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.recalling import Recall
@@ -166,6 +166,7 @@ class _FillCall:
 
             joined = np.concatenate(sizes)
             payload = Payload(np.concatenate(runs), joined, joined, joined, (), None)
+            check_payload_fits(payload, heap.nbytes)
             offsets = index.place_payload(
                 heap, payload, slots, generations, evict=evict, wait=wait, check=is_there, then=write
             )

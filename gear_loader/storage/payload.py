@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gear_loader.errors import SchemaError
 from gear_loader.native.ragged_copies import (
     PIECE_WIDTH,
     count_rows,
@@ -66,6 +67,20 @@ def needed_bytes(payload: Payload) -> int:
     ends = np.concatenate(([0], np.cumsum(payload.sizes)))
     each = ends[runs[:, 2]] - ends[runs[:, 1]]
     return int((-(-each // GRAIN) * GRAIN).sum()) + HEADER * len(np.unique(runs[:, 0])) + FIRST
+
+
+def check_payload_fits(payload: Payload, most: int, taken: int = 0) -> None:
+    """Raise SchemaError for values that the memory cannot hold, whatever is evicted for them.
+
+    Args:
+        most: bytes of the memory. taken: bytes that the trajectories have already.
+    """
+    needed = needed_bytes(payload) + taken
+    if needed > most:
+        raise SchemaError(
+            f"The ragged values of {len(np.unique(payload.runs[:, 0])):,} trajectories take {needed:,} bytes; this "
+            f"table has {most:,} for those of all. Create it with a larger Memory payload, or add fewer at a time."
+        )
 
 
 def write_steps(values: StepValues, lanes: Array, steps: slice | Array, heap: Array, offsets: Array) -> bool:

@@ -9,8 +9,17 @@ import numpy as np
 from gear_loader.errors import GearError
 from gear_loader.native.lanes import EMPTY_LANE, LANE_GENERATION, LANE_SLOT
 from gear_loader.native.ragged_copies import append_values
-from gear_loader.storage.operations.extents import HEADER, SPOT_AT, SPOT_END, SPOT_EXTENT, SPOT_WIDTH
-from gear_loader.storage.payload import write_steps
+from gear_loader.storage.operations.extents import (
+    HEADER,
+    SPOT_AT,
+    SPOT_END,
+    SPOT_EXTENT,
+    SPOT_GENERATION,
+    SPOT_SLOT,
+    SPOT_TAKEN,
+    SPOT_WIDTH,
+)
+from gear_loader.storage.payload import check_payload_fits, write_steps
 from gear_loader.storage.ragged_input import Payload, StepValues
 from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array
@@ -87,6 +96,10 @@ class RaggedSteps:
         arrays, (evict, wait) = index.arrays, self._table.policy
         slots, generations = lanes[:, LANE_SLOT].copy(), lanes[:, LANE_GENERATION].copy()
         runs, sizes = values.runs(chosen, steps)
+        payload = Payload(runs, sizes, sizes, sizes, (), values)
+        known = (self._spots[chosen, SPOT_SLOT] == slots[chosen]) & (not visible)
+        known &= self._spots[chosen, SPOT_GENERATION] == generations[chosen]
+        check_payload_fits(payload, self._heap.nbytes, int(self._spots[chosen[known], SPOT_TAKEN].sum()))
 
         def check() -> int:
             states, same = (
@@ -103,7 +116,7 @@ class RaggedSteps:
 
         offsets = index.place_payload(
             self._heap,
-            Payload(runs, sizes, sizes, sizes, (), values),
+            payload,
             slots,
             generations,
             spots=self._spots,

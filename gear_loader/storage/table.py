@@ -786,7 +786,7 @@ class Table:
         steps = (
             listed(schema, trajectories, common)
             if lengths is None
-            else stacked(schema, trajectories, lengths)
+            else stacked(schema, trajectories, lengths, common)
         )
         count = len(steps.lengths)
         priorities = checked_priorities(priority, count)

@@ -501,3 +501,24 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         ImportError, match=r"codec='lz4' needs the package 'gear_loader_no_such_package'.*pip install"
     ):
         table_of({"x": column})
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_steps_that_chunks_have_in_common_are_not_encoded_again(n: int) -> None:
+    """Else they would differ, with a lossy codec."""
+    random, options = np.random.default_rng(0), {"chunk_steps": 4, "overlap_steps": 2}
+    columns = {name: COLUMNS[name] for name in ("jpeg", "zstd", "reward")}
+    with table_of(columns) as table:
+        make: Any = table.writer if n == 1 else lambda **given: table.writers(n, **given)
+        writer = make(commit_every_step=True, **options)
+        for step in range(10):
+            jpeg = random.integers(0, 255, (n, H, W, 3), dtype=np.uint8)
+            zstd = torch.full((n, 3, 2), step).bfloat16()
+            rows = {"jpeg": jpeg, "zstd": zstd, "reward": np.full(n, step, dtype=np.float32)}
+            writer.append({name: value[0] for name, value in rows.items()} if n == 1 else rows)
+        found = [table[i] for i in table.indices().tolist()]
+        assert len(found) == 4 * n
+        for before, after in zip(found, found[n:], strict=False):
+            for name in columns:
+                assert all(map(torch.equal, before[name][2:], after[name][:2])), name
+        table.check_valid()

@@ -135,7 +135,12 @@ def test_what_is_refused() -> None:
             table.add(rows(2, random, shared=True), prefix=slot)
         with pytest.raises(SchemaError, match=r"missing: \['image', 'prompt'\]"):
             table.extend([rows(2, random, shared=False)] * 2, prefix=[slot, -1])
+        stacked = {"token": np.arange(6).reshape(2, 3), "answer": ["a", "b"]}
+        with pytest.raises(SchemaError, match=r"has the columns \['prompt'\], which are per group"):
+            table.extend({**stacked, "prompt": ["c", "d"]}, lengths=[2, 3], prefix=slot)
         assert len(table) == 1
+        slots = table.extend(stacked, lengths=[2, 3], prefix=slot)
+        assert [table[int(i)]["prompt"] for i in slots] == [table[slot]["prompt"]] * 2
     with pytest.raises(
         SchemaError, match=r"per='group' and shape \(2, 3\); .* shape \(None, 3\), str or bytes"
     ):

@@ -892,6 +892,30 @@ def test_what_is_too_large_changes_nothing() -> None:
         check_trajectory(table[table.add(small)], small)
 
 
+@pytest.mark.parametrize("options", [{}, {"commit_every_step": True}])
+def test_what_writers_cannot_store_evicts_nothing(options: dict[str, Any]) -> None:
+    columns = {
+        "token": gear.Column(torch.int64),
+        "text": gear.Column(str),
+        "late": gear.Column(str, per="trajectory", late=True),
+    }
+    sizes = {"max_steps": 200, "max_trajectories": 20, "block_steps": 4, "on_full": "evict_oldest"}
+    with gear.Table.create(columns, memory=gear.Memory(payload=4096), **sizes) as table:
+        other = table.add({"token": np.array([1]), "text": ["a" * 600]})
+        writer = table.writer(**options)
+        writer.append(token=1, text="b" * 600)
+        for size in (4096,) if options else (4096, 3400):  # one that grows is evicted too, and begins anew
+            with pytest.raises(SchemaError, match=r"ragged values of 1 .* bytes; this table has 4,096"):
+                writer.append(token=2, text="c" * size)
+        with pytest.raises(SchemaError, match=r"ragged values of 1 .* bytes; this table has 4,096"):
+            table.fill(other, late="d" * 4096)
+        writer.append(token=3, text="e" * 600)
+        slot = writer.commit()
+        assert table[other]["text"] == ["a" * 600]
+        assert table[slot]["text"] == ["b" * 600, "e" * 600]
+        table.check_valid()
+
+
 def test_gaps_are_joined_across_the_place_where_a_search_begins() -> None:
     def blob(count: int) -> dict[str, Any]:
         return {**trajectory(np.random.default_rng(1), 1, 0), "blob": [bytes(count)]}
