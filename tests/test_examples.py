@@ -87,6 +87,14 @@ def test_grpo(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_vlm_grpo(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    assert "times fewer tokens than without the tree" in run(
+        EXAMPLES / "vlm_grpo.py", "--quick", cwd=tmp_path
+    )
+
+
+@pytest.mark.long
 def test_online_actors(tmp_path: Path) -> None:
     shown = run(EXAMPLES / "online_actors.py", "--quick", "--out", tmp_path, cwd=tmp_path)
     assert "takes its place" in shown

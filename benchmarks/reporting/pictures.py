@@ -60,6 +60,10 @@ _PICTURES: dict[
         partial(bars.draw_panels, "graph"),
         "Sampled neighbourhoods with features, by the seed; whiskers from p10 to p90.",
     ),
+    "images": (
+        partial(bars.draw_panels, "images"),
+        "Batches of encoded images, decoded; whiskers from p10 to p90.",
+    ),
     "select": (
         lines.draw_select,
         "One cycle: draw a batch by priority, then set new priorities. Bands from p10 to p90; hollow marks where draws "

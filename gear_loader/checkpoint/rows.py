@@ -381,6 +381,11 @@ class TrajectoryRows:
                     continue
                 except MovedRowsError:
                     continue
+                except StaleIndexError:  # of those on disk, whatever ticket is held
+                    away = np.logical_or.reduceat(rows[:, 0] < 0, first[low:high] - base)
+                    others = self._index.arrays.sequence[self.slots[low:high]] != self._sequences[low:high]
+                    self._states[low:high][away & others] = LOST
+                    continue
                 self._note_lost(low, high)
                 gone = np.flatnonzero(self._states[low:high] == LOST) + low
                 if bad <= len(lost):

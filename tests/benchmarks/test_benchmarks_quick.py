@@ -207,7 +207,7 @@ def test_a_quick_run_has_all_rows_and_leaves_nothing_behind(
 
 def single_server(rows: list[dict[str, Any]], reasons: dict[str, str]) -> None:
     mine = {row["variant"]: row for row in rows if row["workload"] == "W1"}
-    assert (mine["ours"]["targets"], set(mine["ours"]["ratios"])) == ({"cpprb": 1.7}, {"cpprb"})
+    assert (mine["ours"]["targets"], set(mine["ours"]["ratios"])) == ({"cpprb": 2.3}, {"cpprb"})
     assert mine["ours"]["parameters"]["prefetch"] == 0
     assert mine["cpprb"]["parameters"]["peer"]["versions"]["cpprb"] == "11.0.0"
     assert mine["DataLoader, map-style"]["parameters"]["draws"] == "uniform"
