@@ -117,7 +117,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
         drawn, queued = None if key == _ROWS else key, self._queued
         # Also by the key: the driver may give a new graph the handle of one that was destroyed.
         if queued is None or (queued.graph, queued.drawn) != (graph.handle, drawn):
-            self._queued = QueuedBatch(
+            self._queued = queued = QueuedBatch(
                 self.host["rows"].numpy(),
                 self.host["blocks"].numpy(),
                 layout.reach,
@@ -133,10 +133,10 @@ class PaddedDeviceBuffers(PaddedBuffers):
                 filled=gpu.filled.cuda_event,
                 wait=gpu.filled.synchronize,
             )
-        self._queued.after(gpu.released.cuda_event)
+        queued.after(gpu.released.cuda_event)
         self.begin()
         self.is_drawn_here = key != _ROWS
-        return self._queued
+        return queued
 
     def plans_of(self, table: Table) -> list[tuple[Plans, torch.Tensor | None]]:
         """The plans that gather the windows of a table; packing and blocks of tables may differ.
