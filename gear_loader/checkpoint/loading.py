@@ -455,8 +455,8 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
 def _check_payload(table: Table, where: str, needed: int) -> None:
     if needed:
         raise UnfitError(
-            f"{where} needs payload={needed:,}; {table._engine.region.layout.payload:,} was given. Load it with a "
-            "larger one, or with the saved one."
+            f"{where} needs payload={needed:,} (each trajectory has its own copy of values that several shared); the "
+            f"table has {table._engine.region.layout.payload:,}. Load it with as many."
         )
 
 

@@ -184,6 +184,8 @@ class Coded:
             wanted not in (None, extent) for wanted, extent in zip(self.shape, found, strict=True)
         ):
             raise ValueError(f"shape {list(found)}; expected {list(self.shape)}")
+        if 0 in found and self.codec.name in CHANNELS:
+            raise ValueError(f"shape {list(found)}; expected an image of at least one pixel")
         size = math.prod(found) * ITEM_BYTES[self.dtype_name]
         if not self.fixed and size > int(self.codec.max_bytes):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -34,7 +35,7 @@ class CodedReader:
     ) -> None:
         self._region, self._index, self._check, self._copy = region, index, check, copy
         self._bytes = region.payload().view(np.uint8)
-        self._caches: dict[str, FrameCache] = {}
+        self._caches: dict[tuple[int, str], FrameCache] = {}
 
     def read(
         self, values: Values, records: Array, shape: tuple[int, ...], slots: Array, *, pinned: bool
@@ -71,7 +72,8 @@ class CodedReader:
         assert coded is not None
         column = next(name for name, each in self._region.layout.schema.ragged.items() if each is values)
         most = int(coded.codec.cache or 0)
-        cache = self._caches.setdefault(column, FrameCache(most)) if most else None
+        # Of each process its own: a fork may find the lock of its parent's held.
+        cache = self._caches.setdefault((os.getpid(), column), FrameCache(most)) if most else None
         there = np.flatnonzero(records[:, 1])
         known: dict[int, Any] = dict.fromkeys(np.flatnonzero(records[:, 1] == 0).tolist(), 0)
         groups: dict[tuple[int, int], tuple[Array, dict[int, list[int]]]] = {}

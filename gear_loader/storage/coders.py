@@ -24,8 +24,8 @@ from gear_loader.utils.arrays import Array
 _PACKAGES = {
     "video": "av",
     "jpeg": "simplejpeg",
-    "png": "PIL.Image",
-    "webp": "PIL.Image",
+    "png": "PIL.PngImagePlugin",
+    "webp": "PIL.WebPImagePlugin",
     "zstd": "zstandard",
     "lz4": "lz4.frame",
 }
@@ -113,6 +113,8 @@ class _Pillow:
         assert coded.shape[2] is not None
         self._channels = coded.shape[2]
         self._mode = _MODES[self._channels]
+        # In place of `Image.open`, which has a limit of pixels of its own.
+        self._open = package.PngImageFile if self._codec.name == "png" else package.WebPImageFile
 
     def encode(self, array: Array) -> bytes:
         memory = io.BytesIO()
@@ -121,7 +123,7 @@ class _Pillow:
             options = {"quality": self._codec.quality}
             if self._codec.quality is None:
                 options = {"lossless": True, "exact": True, "quality": 0, "method": 0}
-        image = self._package.fromarray(array[:, :, 0] if self._channels == 1 else array)
+        image = self._package.Image.fromarray(array[:, :, 0] if self._channels == 1 else array)
         image.save(memory, self._codec.name, **options)
         return memory.getvalue()
 
@@ -132,7 +134,7 @@ class _Pillow:
         return height, width, channels
 
     def decode(self, blob: memoryview, out: Array) -> None:
-        with self._package.open(io.BytesIO(blob), formats=(self._codec.name,)) as image:
+        with self._open(io.BytesIO(blob)) as image:
             if (image.height, image.width) != out.shape[:2]:
                 raise ValueError(f"an image of {image.height} x {image.width}")
             found = np.asarray(image if image.mode == self._mode else image.convert(self._mode))
@@ -222,9 +224,13 @@ class _Lz4(_Bytes):
 
     def _count(self, blob: memoryview) -> int:
         try:
-            return int(self._package.get_frame_info(blob)["content_size"])
+            count = int(self._package.get_frame_info(blob)["content_size"])
         except RuntimeError as error:
             raise ValueError(f"no lz4 frame: {error}") from None
+        # A bit of the descriptor tells whether it has the size, which an empty frame (an end mark alone) does without.
+        if not blob[4] & 0x08 and blob[7:11] != bytes(4):
+            raise ValueError("an lz4 frame whose header lacks the decoded size")
+        return count
 
     def decode(self, blob: memoryview, out: Array) -> None:
         into, reader = out.reshape(-1).view(np.uint8), self._package.LZ4FrameDecompressor()

@@ -48,13 +48,24 @@ def for_each(count: int, work: Callable[[int], None]) -> None:
             except Exception as error:
                 failed.append((i, error))
 
+    def help_out(mine: Future[None]) -> None:
+        if mine.set_running_or_notify_cancel():
+            try:
+                run()
+            finally:
+                mine.set_result(None)
+
     members = min(_threads(), count) - 1
-    helping: list[Future[None]] = []
+    helping: list[Future[None]] = []  # each before it is given to the pool, which may begin it and fail then
     try:
         if members > 0:
             pool = _pool(os.getpid(), _threads() - 1)
-            with contextlib.suppress(RuntimeError):  # the interpreter ends: the caller does all
-                helping += [pool.submit(run) for _ in range(members)]
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no thread can start, or the interpreter ends: the others do all
+                for _ in range(members):
+                    helping.append(Future())
+                    pool.submit(help_out, helping[-1])
         run()
         for each in helping:
             if not each.cancel():
@@ -113,7 +124,13 @@ def encoded(coded: Coded, given: Any, what: str, *, once: bool, whole: bool) -> 
             found[i] = bytes(value)
             _check(coded, coder, found[i], name)
         else:
-            found[i] = coder.encode(_array(coded, dtype, value, name))
+            array = _array(coded, dtype, value, name)
+            try:
+                found[i] = coder.encode(array)
+            except (OSError, ValueError) as error:  # such as a width beyond the format's
+                raise SchemaError(
+                    f"{name} is an array {list(value.shape)}, which cannot be encoded as {coded.codec.name}: {error}."
+                ) from error
 
     for_each(len(values), work)
     return found

@@ -95,11 +95,12 @@ def used_bytes(region: Region, index: Index) -> Array:
 
 def value_bytes(region: Region, arrays: IndexArrays, slots: Array) -> int:
     """Bytes of the ragged values of trajectories, int64 [n], that are in memory. Takes no lock."""
-    total = 0
-    for name, values in region.layout.schema.ragged.items():
+    total, schema, filled = 0, region.layout.schema, filled_bits(arrays, slots)
+    for name, values in schema.ragged.items():
         given = arrays.extent, arrays.block_ids, arrays.num_blocks, region.column_place(name)
-        once = region.layout.schema[name].trajectory
-        total += int(count_rows(slots, *given, once)) * values.row_bytes
+        # Records of what is not filled yet name nothing.
+        chosen = slots[filled & schema.late_bits([name]) != 0] if name in schema.late else slots
+        total += int(count_rows(chosen, *given, schema[name].trajectory)) * values.row_bytes
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -339,6 +340,18 @@ class Window:
         return f"Window({', '.join(fields)})"
 
 
+def _apart(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """The columns, of which no two share their `Values`: what reads values finds their column by these."""
+    found: dict[str, Column] = {}
+    for name, column in columns.items():
+        values = column.ragged
+        if values is not None and any(values is each.ragged for each in found.values()):
+            column = copy.copy(column)
+            object.__setattr__(column, "ragged", dataclasses.replace(values))
+        found[name] = column
+    return found
+
+
 class Schema(Mapping[str, Column]):
     """The columns of a table by name, in the given order. A dict inside has the columns ``outer.inner``.
 
@@ -371,7 +384,7 @@ class Schema(Mapping[str, Column]):
                     f"Column {name!r} is {shown(column)}; expected gear_loader.Column(dtype, shape), "
                     "for example Column(torch.float32, (11,))."
                 )
-        self._columns = dict(columns)
+        self._columns = columns = _apart(columns)
         if self.ragged and self.finals is not None:
             raise SchemaError(
                 f"The columns {list(self.ragged)} are ragged, and {list(self.finals)} have final=True; expected a "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cases import mostly_long, points
 from checkpoint_common import flip
 from table_common import RAGGED, Died, Fragile, bury, mortal, number_of, rows
@@ -175,6 +176,24 @@ def test_damaged_values_lose_their_trajectories(tmp_path: Path) -> None:
             check(dataset.sample())
         assert numbers_of(table) == [38]
         assert table.stats().num_lost == 2
+
+
+def test_two_columns_that_were_made_as_one(tmp_path: Path) -> None:
+    one = gear.Column(torch.uint8, (None,))
+    columns = {"left": one, "right": one, "number": gear.Column(torch.int64)}
+    with tiered(tmp_path, columns, payload=4_096) as table:
+        values = {
+            "left": [np.full(5, 1, np.uint8)],
+            "right": [np.full(5, 2, np.uint8)],
+            "number": np.zeros(1, np.int64),
+        }
+        slot = table.add(values)
+        table.save(tmp_path)
+        assert spill(table, [slot]) == 1
+        for _ in range(2):  # on disk, and when it is back in memory
+            found = table[slot]
+            assert [found[name][0].tolist() for name in ("left", "right")] == [[1] * 5, [2] * 5]
+            spilling.promote(table._engine, np.array([slot]))
 
 
 @pytest.mark.long

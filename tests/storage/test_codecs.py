@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import struct
 import threading
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 import gear_loader as gear
 from gear_loader.errors import CodecError, SchemaError
-from gear_loader.storage import coders
+from gear_loader.storage import coders, decoding
 from gear_loader.storage.codecs import Coded
 from gear_loader.storage.decoding import decoded, encoded
 
@@ -260,7 +262,55 @@ def test_decoded_sizes_are_limited() -> None:
         for name, large in (("image", png_of(2**31 - 1, 2**31 - 1)), ("rows", other("lz4", (1 << 20,)))):
             with pytest.raises(SchemaError, match="expected at most 1,024, the codec's max_bytes"):
                 table.add({**small, name: [large]})
-        assert len(table) == 1
+        lz4 = pytest.importorskip("lz4.frame")
+        context = lz4.LZ4FrameCompressor()
+        stream = context.begin() + context.compress(b"abc") + context.flush()
+        with pytest.raises(SchemaError, match="an lz4 frame whose header lacks the decoded size"):
+            table.add({**small, "rows": [stream]})
+        empty = lz4.compress(b"", store_size=False)
+        assert len(table[table.add({**small, "rows": [empty]})]["rows"][0]) == 0
+        assert len(table) == 2
+
+
+@pytest.mark.parametrize("name", ["jpeg", "png", "webp"])
+def test_images_that_a_format_does_not_have(name: Any) -> None:
+    columns = {"image": gear.Column(torch.uint8, (None, None, 3), codec=name)}
+    with table_of(columns) as table:
+        for shape in ((0, 4, 3), (4, 0, 3)):
+            with pytest.raises(SchemaError, match=r"step 0, is an array of shape .* at least one pixel"):
+                table.add({"image": [np.zeros(shape, np.uint8)]})
+        if name != "png":
+            with pytest.raises(SchemaError, match=rf"step 0, .* which cannot be encoded as {name}: "):
+                table.add({"image": [np.zeros((1, 66_000, 3), np.uint8)]})
+        assert len(table) == 0
+
+
+def test_what_pillow_takes_for_a_bomb_is_limited_by_the_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("PIL.Image"), "MAX_IMAGE_PIXELS", 100)
+    image = np.full((H, W, 3), 7, np.uint8)
+    with table_of({"png": gear.Column(torch.uint8, (H, W, 3), codec="png")}) as table:
+        assert (table[table.add({"png": image[None]})]["png"] == 7).all()
+
+
+def test_helpers_are_waited_for_where_no_more_threads_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, start, started, done = threading.current_thread(), threading.Thread.start, [], list[int]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def work(i: int) -> None:
+        time.sleep(0.01 if threading.current_thread() is main else 0.5)
+        done.append(i)
+
+    with ThreadPoolExecutor(3) as pool:
+        monkeypatch.setattr(decoding, "_threads", lambda: 4)
+        monkeypatch.setattr(decoding, "_pool", lambda pid, members: pool)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        decoding.for_each(8, work)
+        assert sorted(done) == list(range(8))
 
 
 def test_damaged_values_are_named_and_the_table_stays_whole() -> None:

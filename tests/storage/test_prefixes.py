@@ -15,7 +15,7 @@ import torch
 from table_common import bury, fresh_name
 
 import gear_loader as gear
-from gear_loader.errors import SchemaError, StaleIndexError, TableFullError
+from gear_loader.errors import CheckpointError, SchemaError, StaleIndexError, TableFullError
 
 STEPS = {
     "token": gear.Column(torch.int64),
@@ -196,6 +196,20 @@ def test_values_of_any_length_that_a_trajectory_has_once() -> None:
         assert [table[int(other)]["answer"] for other in others] == ["", "b", "bb"]
         assert table[int(others[1])]["token"].tolist() == [*range(1000, 1009), *range(1000, 1010)]
         table.check_valid()
+
+
+def test_a_loaded_table_needs_memory_for_its_copies_of_shared_values(tmp_path: Path) -> None:
+    columns = {"token": STEPS["token"], "image": gear.Column(torch.uint8, (None,), per="group")}
+    memory = gear.Memory(payload="4KiB", prefixes=True)
+    with gear.Table.create(columns, max_steps=200, max_trajectories=9, memory=memory) as table:
+        first = table.add({"token": torch.arange(9), "image": np.arange(200, dtype=np.uint8).repeat(10)})
+        table.extend([{"token": torch.arange(2)}] * 3, prefix=first)
+        table.save(tmp_path)
+        with pytest.raises(CheckpointError, match="each trajectory has its own copy") as error:
+            gear.Table.load(tmp_path)
+        needed = int(str(error.value).partition("payload=")[2].partition(" ")[0].replace(",", ""))
+        with gear.Table.load(tmp_path, payload=needed) as loaded:
+            assert all(len(loaded[int(slot)]["image"]) == 2_000 for slot in loaded.indices())
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

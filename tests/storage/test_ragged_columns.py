@@ -495,6 +495,16 @@ def check_late(found: Any, number: int, names: Any) -> None:
         assert found[name] == expected[name] if name != "logprob" else all(same(*pair) for pair in pairs)
 
 
+def test_values_that_are_not_filled_yet_are_not_counted() -> None:
+    with late_table(9_000, max_trajectories=1, on_full="evict_oldest") as table:
+        for number in range(2):  # the second has the blocks of the first
+            slot = table.add({"reward": np.ones(4, np.float32)})
+            assert table.stats().value_bytes == 0
+            if number == 0:
+                table.fill(slot, note=["abc"] * 4)
+                assert table.stats().value_bytes == 12
+
+
 def test_values_that_are_filled_later() -> None:
     random, numbers = np.random.default_rng(8), dict[int, int]()
     with late_table(9_000, on_full="evict_oldest") as table:

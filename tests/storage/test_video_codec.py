@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forks_common import in_child
 
 import gear_loader as gear
 from gear_loader.errors import CodecError, SchemaError
@@ -122,6 +124,37 @@ def test_frames_are_kept_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> Non
                 found = table.gather([slot], [anchor], windows={"video": gear.Window(3)})["video"][0]
                 assert close(found, frames[anchor : anchor + 3])
                 assert decoded == expected, (seed, anchor)
+
+
+def test_two_columns_that_were_made_as_one_keep_their_own_frames() -> None:
+    one = gear.Column(torch.uint8, (H, W, 3), codec=gear.Codec("video", cache="1MiB"))
+    columns = {"left": one, "right": one}
+    memory = gear.Memory(payload="1MiB")
+    with gear.Table.create(columns, max_steps=40, max_trajectories=4, memory=memory) as table:
+        clips = {"left": clip(9, 1), "right": clip(9, 1)[::-1].copy()}
+        slot = table.add(clips)
+        for _ in range(2):
+            found = table[slot]
+            assert all(close(found[name], frames) for name, frames in clips.items())
+
+
+def test_a_fork_does_not_wait_for_its_parents_frames() -> None:
+    column = gear.Column(torch.uint8, (H, W, 3), codec=gear.Codec("video", cache="1MiB"))
+    memory = gear.Memory(payload="1MiB")
+    with gear.Table.create({"video": column}, max_steps=40, max_trajectories=4, memory=memory) as table:
+        frames = clip(9, 1)
+        slot = table.add({"video": frames})
+
+        def look() -> str:
+            faulthandler.dump_traceback_later(20, exit=True)
+            found = table[slot]["video"].numpy().astype(int)  # torch's own threads do not survive a fork
+            return str(bool(abs(found - frames).mean() < 1.5))
+
+        assert look() == "True"
+        faulthandler.cancel_dump_traceback_later()
+        (cache,) = table._engine.payload._coded._caches.values()
+        with cache._lock:
+            assert in_child(look) == "True"
 
 
 def test_what_is_refused() -> None:
