@@ -114,14 +114,16 @@ class PaddedDeviceBuffers(PaddedBuffers):
             return None  # there is more to write than rows
         if self.mover.follows:
             return None  # what is drawn may still be on its way
-        if self._queued is None or self._queued.graph != graph.handle:
-            self._queued = QueuedBatch(
+        drawn, queued = None if key == _ROWS else key, self._queued
+        # Also by the key: the driver may give a new graph the handle of one that was destroyed.
+        if queued is None or (queued.graph, queued.drawn) != (graph.handle, drawn):
+            self._queued = queued = QueuedBatch(
                 self.host["rows"].numpy(),
                 self.host["blocks"].numpy(),
                 layout.reach,
                 draw=(self.random.numpy(), self.beta.numpy()),
                 memory=self.memory[1],
-                drawn=None if key == _ROWS else key,
+                drawn=drawn,
                 weights=self.mirror["weights"].data_ptr() - self.memory[1].data_ptr()
                 if layout.weighs
                 else None,
@@ -131,10 +133,10 @@ class PaddedDeviceBuffers(PaddedBuffers):
                 filled=gpu.filled.cuda_event,
                 wait=gpu.filled.synchronize,
             )
-        self._queued.after(gpu.released.cuda_event)
+        queued.after(gpu.released.cuda_event)
         self.begin()
         self.is_drawn_here = key != _ROWS
-        return self._queued
+        return queued
 
     def plans_of(self, table: Table) -> list[tuple[Plans, torch.Tensor | None]]:
         """The plans that gather the windows of a table; packing and blocks of tables may differ.

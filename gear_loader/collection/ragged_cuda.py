@@ -101,8 +101,9 @@ class RaggedCuda:
             if end > len(host):
                 larger = self.staging.take(8 * grown(end))
                 larger[: 8 * first].copy_(memory[: 8 * first])
-                self.staging.give(memory)
-                memory, host = larger, larger.view(torch.int64)
+                # In this order: an interruption must not give memory back twice.
+                memory, host, smaller = larger, larger.view(torch.int64), memory
+                self.staging.give(smaller)
                 end = list_work(*work, host.numpy(), words, words + WORK_WIDTH)
         except BaseException:
             self.staging.give(memory)

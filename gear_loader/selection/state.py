@@ -101,8 +101,13 @@ class BatchHistory:
         self.pending = dict(batches)
 
     def take_pending(self, draw: Draw) -> BatchRows | None:
-        """Remove and return the rows of a batch that is to be repeated, or None."""
-        return self.pending.pop((draw.epoch, draw.step), None) if self.pending else None
+        """Remove and return the rows of a batch that is to be repeated, or None; forget those of batches before it."""
+        if not self.pending or draw.epoch >= SAMPLE_EPOCH:
+            return None
+        batch = draw.epoch, draw.step
+        found = self.pending.get(batch)
+        self.pending = {each: rows for each, rows in self.pending.items() if each > batch}
+        return found
 
     def drawn(self) -> list[tuple[BatchKey, Any]]:
         """The drawn batches, the oldest first."""

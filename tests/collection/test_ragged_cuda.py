@@ -125,3 +125,20 @@ def test_a_corrupt_value_is_not_gathered(word: int) -> None:
             reader.read(table, {"bytes": table.schema.ragged["bytes"]}, {"bytes": records}, parts)
         assert not parts
         assert len(reader.staging._free) == 1
+
+
+def test_an_interruption_gives_memory_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ragged_cuda, "PART_SHIFT", 9)  # more pieces than there is room for
+    with filled() as table:
+        reader, parts = RaggedCuda(CPU, None), []
+        free, give = reader.staging._free, reader.staging.give
+
+        def interrupted(memory: torch.Tensor) -> None:
+            give(memory)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(reader.staging, "give", interrupted)
+        batch = {"bytes": torch.from_numpy(records_of(table, "bytes", [newest(table)]))}
+        with pytest.raises(KeyboardInterrupt):
+            reader.read(table, {"bytes": table.schema.ragged["bytes"]}, batch, parts)
+        assert len({each.data_ptr() for each in free}) == len(free) == 2

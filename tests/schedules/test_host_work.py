@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from streams.cuda import Cuda
 import gear_loader as gear
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
+from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.utils import driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
@@ -204,6 +206,46 @@ def queued_dataset(table: gear.Table) -> tuple[gear.ReplayDataset, Any]:
     for _ in range(12):
         next(batches)
     return data, batches
+
+
+def test_draws_are_queued_in_one_call_again_after_the_batches_of_a_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in buffers that have repeated rows, or whose draws have changed: their new graphs have old handles."""
+    cuda, done = Cuda(0, "eager"), []
+    queue_here = CudaPrioritizedSelection.queue
+
+    def queue(self: Any, *given: Any) -> bool:
+        done.append(queue_here(self, *given))
+        return done[-1]
+
+    monkeypatch.setattr(CudaPrioritizedSelection, "queue", queue)
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        options: dict[str, Any] = {"batch_size": 4, "windows": WINDOWS, "device": "cuda:1"}
+        options |= {"batches_per_epoch": 60, "sampler": gear.Prioritized()}
+        before = gear.ReplayDataset(table, prefetch=7, **options)
+        found: list[Any] = []
+        for batch in before:
+            found.append(on_host(cloned(dict(batch))))
+            if len(found) == 30:
+                state = before.state_dict()
+        data = gear.ReplayDataset(table, prefetch=0, **options)
+        for number, batch in enumerate(itertools.islice(data, 30)):
+            compare(number, on_host(cloned(dict(batch))), found[number])
+        assert done[-1]
+        data.load_state_dict(state)
+        for number, batch in enumerate(data):
+            compare(number, on_host(cloned(dict(batch))), found[30 + number])
+        assert done[-1]
+        assert not data._selected().history.pending  # type: ignore[attr-defined]
+        data.sampler = gear.Prioritized(0.9)  # draws by other graphs, in the same buffers
+        for _ in itertools.islice(data, 20):
+            pass
+        assert done[-1]
+        del data, before, batch
+        gc.collect()
+    cuda.check()
 
 
 def test_what_one_call_queues_disturbs_no_capture_of_another_thread() -> None:

@@ -100,6 +100,7 @@ class Cuda(CurrentDevice, GraphCalls):
         self._captures: list[Capture] = []
         self._graphs: dict[int, list[Captured]] = {}
         self._handles = itertools.count(1)
+        self._destroyed: list[int] = []  # handles of executable graphs
         self.machine.check_call = self._check_call
 
     # ---------------------------------------------------------------- devices and streams
@@ -396,7 +397,8 @@ class Cuda(CurrentDevice, GraphCalls):
 
     def cuGraphInstantiateWithFlags(self, handle: Any, graph: Any, flags: int) -> int:
         self.machine.counts["graphs"] += 1
-        handle._obj.value = next(self._handles)
+        # As memory of the driver is used again.
+        handle._obj.value = self._destroyed.pop(0) if self._destroyed else next(self._handles)
         self._graphs[handle._obj.value] = self._graphs[graph.value]
         return 0
 
@@ -406,6 +408,7 @@ class Cuda(CurrentDevice, GraphCalls):
 
     def cuGraphExecDestroy(self, handle: int) -> int:
         del self._graphs[handle]
+        self._destroyed.append(handle)
         return 0
 
     def cuGraphLaunch(self, handle: int, stream: int) -> int:
