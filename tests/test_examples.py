@@ -33,7 +33,7 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
 )
 def test_an_example_says_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which one of them sets
-    for package in ("gymnasium", "lightning"):
+    for package in ("gymnasium", "lightning", "sklearn"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(path))
