@@ -189,8 +189,15 @@ class Streams:
                 writer.discard()
                 self._skip(begun)
             elif chance < 0.3 and (writer.num_steps > 0 if not vector else (writer.num_steps > 0).any()):
+                pending = (
+                    np.atleast_1d(writer.num_steps) > 0
+                )  # else their last chunk is complete, and may be gone
                 writer.commit()
-                visible = [] if grows else [last - 1 for first, last in begun if last > first]
+                visible = (
+                    []
+                    if grows
+                    else [last - 1 for (_, last), some in zip(begun, pending, strict=True) if some]
+                )
                 self._skip(begun)
             elif vector:
                 acting = random.random(2) < 0.8
