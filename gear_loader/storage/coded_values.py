@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from gear_loader.storage.codecs import Coded
 from gear_loader.storage.coders import video_of
 from gear_loader.storage.decoding import Group, damaged, decoded, decoded_frames
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.ragged import Values
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.storage.video import FrameCache
@@ -37,14 +37,12 @@ class CodedReader:
         self._bytes = region.payload().view(np.uint8)
         self._caches: dict[tuple[int, str], FrameCache] = {}
 
-    def read(
-        self, values: Values, records: Array, shape: tuple[int, ...], slots: Array, *, pinned: bool
-    ) -> Any:
-        """As `PayloadReader.read`."""
-        coded = values.coded
+    def read(self, column: str, records: Array, shape: tuple[int, ...], slots: Array, *, pinned: bool) -> Any:
+        """As `PayloadReader.read`, of a column with a codec."""
+        coded = self._region.layout.schema.ragged[column].coded
         assert coded is not None
         if coded.codec.name == "video":
-            return self._frames(values, records, shape, slots, pinned)
+            return self._frames(column, coded, records, shape, slots, pinned)
         name = lambda i: self._name(records[i])  # noqa: E731
         return decoded(coded, self._blobs(records), shape, name=name, pinned=pinned)
 
@@ -65,12 +63,16 @@ class CodedReader:
         return [found[key] for key in keys]
 
     def _frames(
-        self, values: Values, records: Array, shape: tuple[int, ...], slots: Array, pinned: bool
+        self,
+        column: str,
+        coded: Coded,
+        records: Array,
+        shape: tuple[int, ...],
+        slots: Array,
+        pinned: bool,
     ) -> Any:
         """Frames of videos: those of one group are decoded in one pass, from its key frame on, unless they are kept."""
-        coded, blobs, generations = values.coded, self._blobs(records), self._index.generation
-        assert coded is not None
-        column = next(name for name, each in self._region.layout.schema.ragged.items() if each is values)
+        blobs, generations = self._blobs(records), self._index.generation
         most = int(coded.codec.cache or 0)
         # Of each process its own: a fork may find the lock of its parent's held.
         cache = self._caches.setdefault((os.getpid(), column), FrameCache(most)) if most else None

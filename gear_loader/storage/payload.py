@@ -17,7 +17,7 @@ from gear_loader.native.ragged_copies import (
     read_values,
     write_values,
 )
-from gear_loader.storage.coded_values import CodedReader
+from gear_loader.storage.coded_values import CodedReader, records_of
 from gear_loader.storage.disk import ValueReader
 from gear_loader.storage.disk_records import parts_of, rows_of
 from gear_loader.storage.filled_bits import filled_bits
@@ -51,14 +51,8 @@ if TYPE_CHECKING:
     from gear_loader.storage.index import Index
 
 assert (HEADER, SIZE, NEXT) == (32, 0, 3)
-assert (SPOT_SLOT, SPOT_GENERATION, SPOT_EXTENT, SPOT_AT, SPOT_END, SPOT_TAKEN) == (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-)  # compiled into `gear_loader.native.ragged_copies`
+_SPOT = SPOT_SLOT, SPOT_GENERATION, SPOT_EXTENT, SPOT_AT, SPOT_END, SPOT_TAKEN
+assert tuple(range(6)) == _SPOT  # compiled into `gear_loader.native.ragged_copies`
 
 
 def needed_bytes(payload: Payload) -> int:
@@ -159,7 +153,7 @@ class PayloadReader:
         """
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
         if values.coded is not None:
-            return self._coded.read(values, records, shape, slots, pinned=pinned)
+            return self._coded.read(self._names[id(values)], records, shape, slots, pinned=pinned)
         pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places = offsets.numpy()
@@ -265,13 +259,11 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
     assert heap[CURSOR] in (*extents[:, 0].tolist(), at), "the cursor is no beginning of an extent"
     schema = region.layout.schema
     for slot in np.flatnonzero((index.state == READY) & (index.extent[:, 1] >= 0)).tolist():
-        length, blocks = int(index.extent[slot, 0]), index.row(slot)
         filled = int(filled_bits(index, np.array([slot]))[0]) if schema.late else 0
         for name, values in schema.ragged.items():
             if schema[name].late and not filled & schema.late_bits([name]):
                 continue
-            records = np.ascontiguousarray(region.column(name)[blocks]).reshape(-1, 16).view(np.int64)
-            records = records[: 1 if schema[name].trajectory else length]
+            records = records_of(region, index, slot, name)
             each = (_parts_of(heap, place, rows, values.row_bytes) for place, rows in records.tolist())
             parts = list(itertools.chain.from_iterable(each))
             begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T

@@ -51,13 +51,40 @@ _STREAM, _GRAPH, _FILLED, _RELEASED, _CODE = range(5, 10)
 _NAMES, _EXTENT, _IDS, _COUNT, _WIDTH, _FIRST, _LAST, _ONCE = range(10, 18)
 _RANDOM, _BETA, _MEMORY, _BYTES = range(18, 22)
 _NUM_WORDS = 22
+_GIVEN, _DONE = _FILLED, _RELEASED
+"""Of an update, which has these two events only."""
 
 BUSY, REFUSED, LATE = -1, -2, -3
 """Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses; the
 GPU has reported an error of earlier work, and nothing was done."""
 
 
-class QueuedBatch:
+class _Queued:
+    """A graph that a compiled call launches.
+
+    Args:
+        functions: addresses of `FUNCTIONS`. graph: handle of the executable graph. stream: that it is launched on.
+
+    Attributes:
+        graph, stream: as given. words: int64, for the loop.
+    """
+
+    __slots__ = ("graph", "stream", "words")
+
+    def __init__(self, functions: Mapping[str, int], graph: int, stream: int) -> None:
+        self.graph, self.stream = graph, stream
+        self.words: Array = np.zeros(_NUM_WORDS, dtype=np.int64)
+        self.words[[_STREAM, _GRAPH]] = stream, graph
+        for name, place in FUNCTIONS.items():
+            self.words[place] = functions[name]
+
+    @property
+    def code(self) -> int:
+        """What the driver has returned last."""
+        return int(self.words[_CODE])
+
+
+class QueuedBatch(_Queued):
     """Where the rows of a batch go, in pinned memory, and the graph that gathers them.
 
     Args:
@@ -65,14 +92,14 @@ class QueuedBatch:
         draw: pinned int64 [3] and float32 [1], which a draw on the GPU reads, see `DrawPlaces`.
         memory: uint8 tensor on the GPU, in which that puts the rows. weights: the byte of it where their weights begin,
             or None. drawn: key of the graph, if it begins with a draw.
-        functions: addresses of `FUNCTIONS`. graph: handle of the executable graph. stream: that it is launched on.
+        functions, graph, stream: as for `_Queued`.
         filled: event that is recorded after it. wait: waits for that, as the GPU last did.
 
     Attributes:
-        count: rows of the batch, B. memory, drawn, weights, graph, stream: as given. words: int64, for the loops.
+        count: rows of the batch, B. memory, drawn, weights: as given.
     """
 
-    __slots__ = ("_arrays", "count", "drawn", "graph", "memory", "stream", "wait", "weights", "words")
+    __slots__ = ("_arrays", "count", "drawn", "memory", "wait", "weights")
 
     def __init__(
         self,
@@ -90,10 +117,10 @@ class QueuedBatch:
         filled: int,
         wait: Callable[[], object],
     ) -> None:
+        super().__init__(functions, graph, stream)
         self._arrays, self.count, self.wait = (rows, ids, *draw), rows.shape[1], wait
-        self.graph, self.stream, self.memory, self.drawn, self.weights = graph, stream, memory, drawn, weights
-        self.words = _words(_NUM_WORDS, functions)
-        self.words[[_STREAM, _GRAPH, _FILLED]] = stream, graph, filled
+        self.memory, self.drawn, self.weights = memory, drawn, weights
+        self.words[_FILLED] = filled
         self.words[[_NAMES, _EXTENT, _IDS]] = rows.ctypes.data, rows[3:].ctypes.data, ids.ctypes.data
         self.words[[_COUNT, _WIDTH]] = self.count, ids.shape[1]
         self.words[[_FIRST, _LAST, _ONCE]] = reach
@@ -103,18 +130,6 @@ class QueuedBatch:
     def after(self, released: int) -> None:
         """Let the work come after an event; 0: after none."""
         self.words[_RELEASED] = released
-
-    @property
-    def code(self) -> int:
-        """What the driver has returned last."""
-        return int(self.words[_CODE])
-
-
-def _words(count: int, functions: Mapping[str, int]) -> Array:
-    words = np.zeros(count, dtype=np.int64)
-    for name, place in FUNCTIONS.items():
-        words[place] = functions[name]
-    return words
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -226,29 +241,21 @@ def queue_drawn(  # type: ignore[no-untyped-def]
     return _launch(words, ended, copy)
 
 
-class QueuedUpdate:
+class QueuedUpdate(_Queued):
     """An update of priorities that is copied, and whose graph is launched, by one compiled call.
 
     Args:
-        functions: addresses of `FUNCTIONS`. graph: handle of the executable graph. stream: that it is launched on.
+        functions, graph, stream: as for `_Queued`.
         given, done: events that are recorded when the tensors are copied, and after the update.
-
-    Attributes:
-        graph, stream: as given. words: int64, for the loop.
     """
 
-    __slots__ = ("graph", "stream", "words")
+    __slots__ = ()
 
     def __init__(
         self, functions: Mapping[str, int], *, graph: int, stream: int, given: int, done: int
     ) -> None:
-        self.graph, self.stream, self.words = graph, stream, _words(_NUM_WORDS, functions)
-        self.words[[_STREAM, _GRAPH, _FILLED, _RELEASED]] = stream, graph, given, done
-
-    @property
-    def code(self) -> int:
-        """What the driver has returned last."""
-        return int(self.words[_CODE])
+        super().__init__(functions, graph, stream)
+        self.words[[_GIVEN, _DONE]] = given, done
 
 
 @functools.partial(compiled, nogil=False)
@@ -264,7 +271,7 @@ def queue_update(words, consumer, copies, ended, status, clean):  # type: ignore
     """
     if _reported(words, ended, status, clean):
         return LATE
-    stream, given, done = words[_STREAM], words[_FILLED], words[_RELEASED]
+    stream, given, done = words[_STREAM], words[_GIVEN], words[_DONE]
     code = call(words[_WAIT], consumer, done, 0, 0)
     for i in range(len(copies)):
         if code == 0:

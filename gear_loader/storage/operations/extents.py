@@ -11,8 +11,7 @@ An extent is in use as long as its slot has that generation and is not FREE, and
 only, or blocks are still parked for readers; or other slots have it as their leader (see `prefixes.py`). Else it is a
 gap. So nothing here changes when trajectories are evicted, aborted, spilled or recovered, and readers keep values as
 they keep blocks. The cursor is always the beginning of an extent, or the end. A process that is killed leaves extents
-that follow one another: sizes and
-owners are written when nobody refers to what they change.
+that follow one another: sizes and owners are written when nobody refers to what they change.
 """
 
 from __future__ import annotations
@@ -181,6 +180,16 @@ def give_back(heap: Any, count: Any, sizes: Any, offsets: Any, begins: Any) -> N
 
 
 @inlined
+def put_back(heap: Any, chosen: Any, before: Any, slots: Any, generations: Any, spots: Any) -> None:
+    """Make the spots of trajectories (`chosen`, int64 [m]) those of `before`, whose extents may have been trimmed."""
+    for k in chosen:
+        spots[k], extent = before[k], before[k, SPOT_EXTENT]
+        same = before[k, SPOT_SLOT] == slots[k] and before[k, SPOT_GENERATION] == generations[k]
+        if same and extent > 0:
+            spots[k, SPOT_END] = extent + extent_size(heap, extent)
+
+
+@inlined
 def forget_payload(v: Any, heap: Any, slots: Any) -> None:
     """Make gaps of what trajectories on disk had in memory: they come back, with extents of their own."""
     mine = np.zeros(v.num_slots, dtype=np.bool_)
@@ -266,15 +275,7 @@ def take_payload(
                 gap = find_gap(v, heap, HEADER + (size + GRAIN - 1) // GRAIN * GRAIN, kept)
                 if gap <= 0 and -gap < size:
                     give_back(heap, i, sizes, offsets, begins)
-                    for k in runs[: r + 1, TRAJECTORY]:
-                        spots[k], extent = before[k], before[k, SPOT_EXTENT]
-                        same = (
-                            before[k, SPOT_SLOT] == slots[k] and before[k, SPOT_GENERATION] == generations[k]
-                        )
-                        if same and extent > 0:
-                            spots[k, SPOT_END] = extent + extent_size(
-                                heap, extent
-                            )  # it may have been trimmed
+                    put_back(heap, runs[: r + 1, TRAJECTORY], before, slots, generations, spots)
                     return SHORT
                 spot[SPOT_TAKEN] += size
                 if gap <= 0:
