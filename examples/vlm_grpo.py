@@ -5,7 +5,7 @@ Each question is answered in a group of eight, whose image and question the tabl
 each question and each image of a batch lies there once, and attention lets the answers see theirs. What that saves is
 counted and printed.
 
-    python examples/vlm_grpo.py             # about two minutes on two cores
+    python examples/vlm_grpo.py             # about a minute on two cores
     python examples/vlm_grpo.py --quick     # a few seconds, to see that it runs
 
 It needs pip install '.[examples]' and no network: scikit-learn's package has the images, 1,797 of 8 x 8 pixels. A fifth
