@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"docs/from-sb3.md": ["stable_baselines3"], "docs/from-torchrl.md": ["torchrl", "tensordict"]}
 NEEDS["docs/other-libraries.md"] = ["minari"]
 IN_ORDER = ["docs/datasets.md", "docs/from-reverb.md", "docs/graph-serving.md", "docs/hindsight.md"]
-IN_ORDER += ["docs/transforms.md", *NEEDS]
-ALONE = ["README.md", "docs/index.md", "docs/sequences.md", "docs/tables.md"]
+IN_ORDER += ["docs/tables.md", "docs/transforms.md", *NEEDS]
+ALONE = ["README.md", "docs/index.md", "docs/sequences.md"]
 TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 TEXTS += sorted((ROOT / "docs").rglob("*.md"))
 
