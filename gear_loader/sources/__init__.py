@@ -9,6 +9,7 @@ Gymnasium, Minari and h5py are imported by the function that needs them: pip ins
 Gear Loader).
 """
 
+from gear_loader.sources.arrow_sources import read_arrow, read_hf, read_parquet, read_rows
 from gear_loader.sources.environment import collect, collect_iter
 from gear_loader.sources.episodes import Episode, EpisodeReader, infer_schema
 from gear_loader.sources.hdf5 import read_hdf5
@@ -23,7 +24,11 @@ __all__ = [
     "collect_iter",
     "infer_schema",
     "load",
+    "read_arrow",
     "read_hdf5",
+    "read_hf",
     "read_minari",
+    "read_parquet",
+    "read_rows",
     "register",
 ]

@@ -274,8 +274,10 @@ def _open(
     once: frozenset[str],
 ) -> EpisodeReader:
     if isinstance(source, Named):
-        known = {**options, "max_trajectories": most, "download": download}
+        own = once if schema is None else {name for name, column in schema.items() if column.trajectory}
+        known = {**options, "max_trajectories": most, "download": download, "per_trajectory": sorted(own)}
         shared = {name: known[name] for name in known if name in source.shared}
+        once = frozenset() if "per_trajectory" in shared else once
         source = source.opener(source.name, **source.options, **shared)
         if "columns" in shared:
             options = {**options, "columns": None}
