@@ -27,9 +27,19 @@ _OPENERS: dict[str, Callable[..., Any] | str] = {
     "hdf5": "hdf5:read_hdf5",
     "hf": "arrow_sources:read_hf",
     "minari": "minari:read_minari",
+    "npz": "npz:read_npz",
     "parquet": "arrow_sources:read_parquet",
+    "webdataset": "webdataset:read_webdataset",
 }
-_SUFFIXES = {".arrow": "arrow", ".feather": "arrow", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet"}
+_SUFFIXES = {
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+    ".npz": "npz",
+    ".parquet": "parquet",
+    ".tar": "webdataset",
+}
 _LOAD = frozenset(inspect.signature(load).parameters) - {"source", "table"}
 _SHARED = frozenset(
     {"columns", "keep_float64", "allow_nonfinite", "max_trajectories", "download", "per_trajectory"}
