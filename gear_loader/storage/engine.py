@@ -18,6 +18,7 @@ import torch
 from gear_loader.errors import LockTimeoutError, SchemaError
 from gear_loader.native import copying
 from gear_loader.storage.allocation import Claim
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sizes import waste_remedy
 from gear_loader.storage.counted_stats import stats_of
 from gear_loader.storage.counters import (
@@ -87,6 +88,7 @@ class Engine:
         self.region = region
         self.disk: DiskWriter | None = None
         self.statistics: Statistics | None = None
+        self.loading: Loading | None = None
         self._index: Index | None = Index(region)
         self.device = None if region.device_memory is None else region.device_memory.device
         self._tier_reader: TierReader | None = None

@@ -17,6 +17,7 @@ from gear_loader.errors import (
     SchemaError,
     StaleIndexError,
 )
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sink import BlockSink, GrowingSink
 from gear_loader.storage.coders import check_packages
 from gear_loader.storage.counters import (
@@ -101,6 +102,11 @@ class Table:
         """Statistics of the columns, of what the last ``load_dataset(..., statistics=True)`` of this process has added,
         or of the checkpoint that the table was loaded from; None if there are none."""
         return self._engine.statistics
+
+    @property
+    def loading(self) -> Loading | None:
+        """What fills the table in the background, of the last ``load_dataset(..., wait=False)`` of this process."""
+        return self._engine.loading
 
     # ---------------------------------------------------------------- create, attach, close
 
