@@ -10,7 +10,7 @@ from gear_loader.utils.lazy import loader
 from gear_loader.utils.provided import provide
 
 if TYPE_CHECKING:
-    from gear_loader import distributed, graph, sources, transforms
+    from gear_loader import distributed, exports, graph, sources, transforms
     from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
     from gear_loader.collection.windows import Whole
@@ -168,7 +168,7 @@ _PARTS = {
     "promote": ("checkpoint.spilling", "promote"),
     "recover": ("checkpoint.recovering", "recover"),
     "save": ("checkpoint.saving", "save"),
-    "export": ("exports.named", "export"),
+    "export": ("exports.formats", "export"),
     "gather": ("collection.chosen", "gather"),
     "sample": ("dataset.table_sample", "sample"),
     "serve": ("transport.table_server", "serve"),

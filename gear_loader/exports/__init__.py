@@ -1,5 +1,5 @@
 """Tables written as data sets that other libraries read: `Table.export`, and `register` for formats of your own."""
 
-from gear_loader.exports.named import export, register
+from gear_loader.exports.formats import register
 
-__all__ = ["export", "register"]
+__all__ = ["register"]

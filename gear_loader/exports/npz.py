@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.exports.episodes import NEXT, chosen_columns, images_of, new_place, trajectories
+from gear_loader.exports.exported import NEXT, chosen_columns, images_of, new_place, trajectories
 from gear_loader.sources.episodes import Columns
 from gear_loader.storage.table import Table
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.exports.episodes import NEXT, Trajectory, chosen_columns, images_of, new_place, trajectories
+from gear_loader.exports.exported import NEXT, Trajectory, chosen_columns, images_of, new_place, trajectories
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import Columns
 from gear_loader.storage.ragged import Ragged
@@ -53,7 +53,7 @@ def write_parquet(
         SchemaError: as `Table.export`.
     """
     chosen = chosen_columns(table, columns)
-    schema = _Schema(table, chosen, images=False)
+    schema = _ArrowRows(table, chosen, images=False)
     if not place.lower().endswith(".parquet"):
         return _write_files(
             table, place, chosen, schema, "part-{:05d}.parquet", compression, _most(file_bytes)
@@ -74,7 +74,7 @@ def write_hugging_face(
 ) -> str:
     """Write a folder that ``datasets.load_dataset(folder)`` reads: ``data/<split>-00000.parquet`` and so on.
 
-    As ``parquet:``; columns of encoded images are the feature `datasets.Image`, which decodes them.
+    As ``parquet:``; columns of encoded images are the feature ``datasets.Image``, which decodes them.
 
     Args:
         compression, file_bytes: as for ``parquet:``. split: name of the split.
@@ -88,7 +88,7 @@ def write_hugging_face(
     if not isinstance(split, str) or not split.isidentifier():
         raise SchemaError(f"split={split!r} was received; expected a name such as 'train'.")
     chosen = chosen_columns(table, columns)
-    schema = _Schema(table, chosen, images=True)
+    schema = _ArrowRows(table, chosen, images=True)
     names = os.path.join("data", f"{split}-{{:05d}}.parquet")
     return _write_files(table, place, chosen, schema, names, compression, _most(file_bytes))
 
@@ -97,7 +97,7 @@ def _most(file_bytes: int | str) -> int:
     return at_least("file_bytes", byte_count("file_bytes", file_bytes))
 
 
-class _Schema:
+class _ArrowRows:
     """The Arrow schema of a table's columns, and the record batch of a trajectory.
 
     Args:
@@ -202,7 +202,7 @@ def _features(schema: Any, images: Collection[str]) -> dict[str, str]:
     return {"huggingface": json.dumps({"info": {"features": features.to_dict()}})}
 
 
-def _write(path: str, each: Iterator[Trajectory], schema: _Schema, compression: str) -> None:
+def _write(path: str, each: Iterator[Trajectory], schema: _ArrowRows, compression: str) -> None:
     """Write all trajectories into one file."""
     _fill(path, enumerate(each), schema, compression, None)
 
@@ -211,7 +211,7 @@ def _write_files(
     table: Table,
     place: str,
     chosen: dict[str, str],
-    schema: _Schema,
+    schema: _ArrowRows,
     names: str,
     compression: str,
     most: int,
@@ -229,7 +229,11 @@ def _write_files(
 
 
 def _fill(
-    path: str, numbered: Iterator[tuple[int, Trajectory]], schema: _Schema, compression: str, most: int | None
+    path: str,
+    numbered: Iterator[tuple[int, Trajectory]],
+    schema: _ArrowRows,
+    compression: str,
+    most: int | None,
 ) -> bool:
     """Write trajectories into a file, up to about `most` bytes; whether some may be left."""
     parquet = require("pyarrow.parquet", "Writing Parquet")

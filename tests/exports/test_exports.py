@@ -14,7 +14,7 @@ import torch
 import gear_loader as gear
 from gear_loader import exports
 from gear_loader.errors import SchemaError, StaleIndexError
-from gear_loader.exports import named
+from gear_loader.exports import formats
 from gear_loader.storage.engine import Engine
 
 pa = pytest.importorskip("pyarrow")
@@ -221,7 +221,7 @@ def test_nothing_is_left_after_an_error(plain: Any, ragged: Any, tmp_path: Path)
 
 
 def test_formats_of_ones_own(plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named, "_WRITERS", dict(named._WRITERS))
+    monkeypatch.setattr(formats, "_WRITERS", dict(formats._WRITERS))
 
     def lengths(table: gear.Table, place: str, *, columns: Any = None, indent: int = 0) -> int:
         return Path(place).write_text(json.dumps(table.lengths().tolist(), indent=indent))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import inspect
 import os
@@ -11,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gear_loader.errors import SchemaError
+from gear_loader.exports.npz import write_npz
+from gear_loader.exports.parquet import write_hugging_face, write_parquet
 from gear_loader.sources.episodes import Columns
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
@@ -19,14 +20,21 @@ GROUP = "gear_loader.exports"
 """The entry points by which a package adds formats."""
 
 _KIND = re.compile(r"[a-z][a-z0-9_-]+")
-# Formats -> writers, or where these are: imported on first use.
-_WRITERS: dict[str, Callable[..., Any] | str] = {
-    "parquet": "gear_loader.exports.parquet:write_parquet",
-    "hf": "gear_loader.exports.parquet:write_hugging_face",
-    "npz": "gear_loader.exports.npz:write_npz",
-    "minari": "gear_loader.integrations.minari_export:to_minari",
-}
 _SUFFIXES = {".parquet": "parquet"}
+
+
+def _write_minari(table: Table, place: str, *, columns: Columns = None, **options: Any) -> Any:
+    from gear_loader.integrations.minari_export import to_minari  # needs Minari
+
+    return to_minari(table, place, columns=columns, **options)
+
+
+_WRITERS: dict[str, Callable[..., Any]] = {
+    "parquet": write_parquet,
+    "hf": write_hugging_face,
+    "npz": write_npz,
+    "minari": _write_minari,
+}
 
 
 def register(kind: str, writer: Callable[..., Any]) -> None:
@@ -84,9 +92,6 @@ def kinds() -> list[str]:
 def _writer(kind: str) -> Callable[..., Any] | None:
     """What writes data sets of a kind; None if it is not known."""
     found = _WRITERS.get(kind)
-    if isinstance(found, str):
-        module, _, name = found.partition(":")
-        found = getattr(importlib.import_module(module), name)
     if found is None and kind:
         for point in importlib.metadata.entry_points(group=GROUP, name=kind):
             found = point.load()
