@@ -209,7 +209,9 @@ class Peer:
         deadline = self._timeout if seconds is None else seconds
         wait = deadline - min(1.0, deadline / 4) if wait is None else wait
         milliseconds = min(int(wait * 1e3), _LONGEST_WAIT)
-        request = Store(table, schema, lengths, ids, priorities, finals, again, ahead, before, milliseconds)
+        payload = 0 if isinstance(rows, Stacked) or not schema.ragged else sum(each.value_bytes for each in rows)
+        said = again, ahead, before, milliseconds, payload
+        request = Store(table, schema, lengths, ids, priorities, finals, *said)
         parts = bulk_parts(request, rows)
 
         def finish(small: memoryview) -> Array:
