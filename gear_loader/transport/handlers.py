@@ -140,7 +140,8 @@ def _located(schema: Schema, request: Store, data: Array) -> Steps:
     Raises:
         TransportError, SchemaError: ragged values, as of `payload_of`.
     """
-    lengths, start, hold, payload = request.lengths, data_address(data), data, None
+    lengths, start = request.lengths, data_address(data)
+    hold, payload = list[object]([data]), None
     starts = [start + at for at, _ in request.columns]
     if schema.ragged:
         places = dict(zip(schema, request.columns, strict=True))
@@ -150,7 +151,7 @@ def _located(schema: Schema, request: Store, data: Array) -> Steps:
         starts = [
             made[name].ctypes.data if name in made else at for name, at in zip(schema, starts, strict=True)
         ]
-        hold = (data, made)
+        hold.append(made)
     if (n := len(lengths)) == 1:
         return Steps(np.array([starts], dtype=np.int64), lengths, hold, payload)
     begins = np.cumsum(lengths) - lengths

@@ -144,7 +144,9 @@ def payload_of(
     sizes, rows, addresses = np.concatenate(parts, axis=1)[:, order]
     begins = np.concatenate(([0], ends[:-1]))
     runs = np.stack((np.repeat(np.arange(n), len(names)), begins, ends), axis=1)
-    made = {name: np.zeros((len(part[0]), 2), dtype=np.int64) for name, part in zip(names, parts, strict=True)}
+    made = {
+        name: np.zeros((len(part[0]), 2), dtype=np.int64) for name, part in zip(names, parts, strict=True)
+    }
     bounds = [np.concatenate(([0], np.cumsum(count))).tolist() for count in counts]
     targets = [
         whole[bound[i] : bound[i + 1]]
@@ -226,5 +228,7 @@ def _check_frames(video: Any, memory: Array, ends: Array, counts: Array, what: C
         except ValueError as error:
             raise SchemaError(f"{what(i)} is {error}. Nothing was changed.") from None
         if number and (i in begins or number != before + 1):
-            raise SchemaError(f"{what(i)} is a frame of a video whose key frame is not there. Nothing was changed.")
+            raise SchemaError(
+                f"{what(i)} is a frame of a video whose key frame is not there. Nothing was changed."
+            )
         before = number

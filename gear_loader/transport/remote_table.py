@@ -206,7 +206,11 @@ class RemoteTable:
         self._check()
         _refuse_prefix(prefix, prefix_steps, prefix_generation)
         first = checked_priority(priority)
-        rows = as_mapping(trajectory, self._added.objects) if final is None else with_final(self._added, trajectory, final)
+        rows = (
+            as_mapping(trajectory, self._added.objects)
+            if final is None
+            else with_final(self._added, trajectory, final)
+        )
         (checked,) = Rows.listed(self._added, [rows])
         return self._delivery.store_one(checked, first, int(final is not None), waits=self._waits)
 

@@ -7,6 +7,7 @@ import functools
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ class Rows(NamedTuple):
     length: int
     pieces: Sequence[Mapping[str, Array]]
     once: Mapping[str, Array]
-    values: ValueBytes = {}
+    values: ValueBytes = MappingProxyType({})
 
     @classmethod
     def of(cls, schema: Schema, trajectory: Mapping[str, Any], what: str) -> Rows:
