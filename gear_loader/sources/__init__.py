@@ -15,7 +15,7 @@ from gear_loader.sources.episodes import Episode, EpisodeReader, infer_schema
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.minari import read_minari
 from gear_loader.sources.named import register
-from gear_loader.sources.npz import read_npz
+from gear_loader.sources.npz_episodes import read_npz
 from gear_loader.sources.source_loading import load
 from gear_loader.sources.webdataset import read_webdataset
 

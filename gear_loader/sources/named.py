@@ -27,7 +27,7 @@ _OPENERS: dict[str, Callable[..., Any] | str] = {
     "hdf5": "hdf5:read_hdf5",
     "hf": "arrow_sources:read_hf",
     "minari": "minari:read_minari",
-    "npz": "npz:read_npz",
+    "npz": "npz_episodes:read_npz",
     "parquet": "arrow_sources:read_parquet",
     "webdataset": "webdataset:read_webdataset",
 }
