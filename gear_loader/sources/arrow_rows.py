@@ -239,8 +239,12 @@ class RayRows(Rows):
 
     def __init__(self, source: str, dataset: Any) -> None:
         with readable(source):
-            super().__init__(source, dataset.schema().base_schema)
+            first = next(iter(dataset.iter_batches(batch_format="pyarrow", batch_size=1)), None)
+        if first is None:
+            raise SourceError(f"{source} has no rows; expected at least one.")
+        super().__init__(source, first.schema)
         self._dataset = dataset
+        dataset.context.execution_options.preserve_order = True  # it is read more than once
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
         chosen = self._dataset.select_columns(list(columns))
