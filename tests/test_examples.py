@@ -95,6 +95,19 @@ def test_vlm_grpo(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_robot_video(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip("mujoco")
+    look = "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8)"
+    variables = {"MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}
+    if subprocess.run([sys.executable, "-c", look], env={**os.environ, **variables}, capture_output=True).returncode:
+        pytest.skip("MuJoCo cannot draw here")
+    shown = run(EXAMPLES / "robot_video.py", "--quick", cwd=tmp_path)
+    assert "MB of video, once for 2 ranks" in shown
+    assert "New targets" in shown
+
+
+@pytest.mark.long
 def test_online_actors(tmp_path: Path) -> None:
     shown = run(EXAMPLES / "online_actors.py", "--quick", "--out", tmp_path, cwd=tmp_path)
     assert "takes its place" in shown
