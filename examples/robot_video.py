@@ -6,7 +6,7 @@ frames of its own batches alone. A policy sees two frames of each camera, 0.1 se
 (``Window(at=[-0.1, 0.0], fps=50)``, as LeRobot's ``delta_timestamps``), and the joints, but not the target, and learns
 the controller's next actions. Then it moves the arm itself, to targets that it has not seen.
 
-    python examples/robot_video.py             # about a minute and a half on two cores
+    python examples/robot_video.py             # about a minute and a half on two idle cores
     python examples/robot_video.py --quick     # to see that it runs
 
 It needs pip install '.[sources,video]', and OpenGL for MuJoCo: MUJOCO_GL is egl unless it is set; osmesa, which needs
@@ -198,7 +198,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="few episodes and steps; nothing is expected")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    episodes, steps, world = (6, 5, 2) if quick else (150, 500, 2)
+    episodes, steps, world = (6, 5, 2) if quick else (120, 400, 2)
     name, frames = f"robot-video-{os.getpid()}", episodes * STEPS * len(CAMERAS)
     sizes = {"max_steps": episodes * STEPS, "max_trajectories": episodes}
     with gear.Table.create(COLUMNS, name=name, memory=gear.Memory(payload=2_000 * frames), **sizes) as table:

@@ -548,7 +548,7 @@ class Table:
         *,
         priority: float | None = None,
         final: Mapping[str, Any] | None = None,
-        prefix: int | None = None,
+        prefix: int | str | None = None,
         prefix_steps: int | None = None,
         prefix_generation: int | None = None,
     ) -> int:
@@ -567,7 +567,9 @@ class Table:
                 Whole blocks of these steps are stored once, for as long as one of the trajectories is there; with
                 columns per trajectory all but the first. Columns per group are left out: it has those of that
                 trajectory. Needs ``Memory(prefixes=True)``. It is not evicted to make
-                room for this call.
+                room for this call. The name of a column per trajectory, of a fixed size, such as the id of a prompt: it
+                has the columns per group of a trajectory in the table with the same value there, and those that it is
+                given with are left out; without such a trajectory it begins a group.
             prefix_steps: how many steps; by default all of that trajectory, without its final step.
             prefix_generation: generation of the index, as batches have it; detects one that was reused.
 
@@ -586,6 +588,9 @@ class Table:
         engine = self._engine
         index = engine.index
         first = checked_priority(priority)
+        if isinstance(prefix, str):
+            more = prefix_steps, prefix_generation, final
+            return int(self._extend_groups([trajectory], None, priority, prefix, more)[0])
         schema = engine.schema.added
         begins = self._begins(prefix, prefix_steps, prefix_generation)
         if (schema.ragged or begins is not None) and final is None:
@@ -724,7 +729,7 @@ class Table:
         *,
         lengths: Sequence[int] | Array | torch.Tensor | None = None,
         priority: float | Sequence[float] | Array | torch.Tensor | None = None,
-        prefix: int | Sequence[int] | Array | torch.Tensor | None = None,
+        prefix: int | str | Sequence[int] | Array | torch.Tensor | None = None,
         prefix_steps: int | Sequence[int] | Array | torch.Tensor | None = None,
         prefix_generation: int | Sequence[int] | Array | torch.Tensor | None = None,
     ) -> Array:
@@ -739,7 +744,8 @@ class Table:
             lengths: int [n], with stacked arrays.
             priority: as for `add`; one number, or [n].
             prefix, prefix_steps, prefix_generation: as for `add`; one number for all, or [n], where a prefix of -1 is
-                none.
+                none. With the name of a column those that begin a group are stored before the others of it, and stay if
+                these do not fit.
 
         Returns:
             Indices of the trajectories, int64 [n].
@@ -748,6 +754,8 @@ class Table:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
         begin = prefix, prefix_steps, prefix_generation
+        if isinstance(prefix, str):
+            return self._extend_groups(trajectories, lengths, priority, prefix, begin[1:])
         return self._extend(trajectories, lengths, priority, prefix=begin)
 
     def extend_as(
@@ -775,6 +783,20 @@ class Table:
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
         return self._extend(trajectories, lengths, priority, ids=(ids,))
+
+    def _extend_groups(self, trajectories: Any, lengths: Any, priority: Any, name: str, more: Any) -> Array:
+        """`extend` with the name of a column as `prefix`; `more`: what it cannot be combined with."""
+        if lengths is not None or any(each is not None for each in more):
+            raise SchemaError(
+                f"prefix is {name!r}, with lengths, prefix_steps, prefix_generation or final; expected a list of "
+                "trajectories, and none of these."
+            )
+
+        def store(rows: Any, priorities: Any, parents: Array | None, generations: Any) -> Array:
+            begin = () if parents is None else (parents, 0, generations)
+            return self._extend(rows, None, priorities, prefix=begin)
+
+        return self._engine.group_column(name).store(trajectories, priority, store)
 
     def _extend(
         self, trajectories: Any, lengths: Any, priority: Any, *, ids: Any = (), prefix: Any = ()
