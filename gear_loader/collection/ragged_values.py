@@ -54,5 +54,12 @@ def _slots_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Arra
     """The slot of each value, int64 [n]."""
     slots: Array = batch["index"].numpy()
     if len(shape) == 1 and "cu_seqlens" in batch and shape[0] != len(slots):
-        return np.repeat(slots, batch["cu_seqlens"].diff().numpy())
+        lengths = batch["cu_seqlens"].diff().numpy()
+        if len(lengths) > len(
+            slots
+        ):  # of a tree: steps that rows have in common, which are those of each of them
+            parents, rows = batch["parent"].numpy(), len(slots)
+            slots = np.concatenate((slots, np.zeros(len(lengths) - rows, dtype=np.int64)))
+            slots[parents[parents >= 0]] = slots[:rows][parents >= 0]
+        return np.repeat(slots, lengths)
     return np.repeat(slots, math.prod(shape[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -223,7 +224,7 @@ class Engine:
         if limiter is not None:
             limiter.check_insert(len(steps.lengths))
         evict, wait = self.policy
-        payload = steps.payload
+        payload = steps.payload if prefixes is None else prefixes.payload
         if payload is not None:
             check_payload_fits(payload, self.region.layout.payload)
         elif prefixes is None and self.device is None and (ids is None or unique):
@@ -258,6 +259,8 @@ class Engine:
                 offsets = index.place_payload(heap, payload, slots, claim.generations, evict=evict, wait=wait)
                 if not write_payload(payload, heap, offsets):
                     raise index.arrays.corrupt("a ragged value has a part outside of its memory")
+            for to, place, size in () if prefixes is None else prefixes.records:
+                ctypes.memmove(to, place, size)
             self._write(blocks, steps if prefixes is None else prefixes.rows)
             index.commit(slots, priorities)
         except BaseException as error:
