@@ -32,7 +32,6 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.device_rows import DeviceRows
 from gear_loader.storage.disk import DiskWriter, LostRowsError, TierReader, ValueReader
 from gear_loader.storage.disk_records import MovedRowsError
-from gear_loader.storage.group_input import GroupColumn
 from gear_loader.storage.incoming import Steps, listed
 from gear_loader.storage.index import INLINE_BYTES, Index
 from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFUSE
@@ -79,7 +78,8 @@ class Engine:
     Attributes:
         schema, name, rules, on_full: as of the table. policy: `on_full` as the arguments `evict` and `wait` of
         `Index.begin`. longest: steps of the longest trajectory that the table can hold. disk: writes the table into a
-        directory in the background, or None. device: the GPU in whose memory the blocks lie, or None.
+        directory in the background, or None. device: the GPU in whose memory the blocks lie, or None. group_columns: what
+        finds trajectories by a column, by its name (`group_input`).
     """
 
     def __init__(
@@ -115,15 +115,8 @@ class Engine:
             min(self.longest, most // layout.schema.step_bytes) if self.device is None else -1
         )
         """Rows of the longest trajectory that `Index.store_one` takes."""
-        self._group_columns: dict[str, GroupColumn] = {}
+        self.group_columns: dict[str, Any] = {}
         _engines.add(self)
-
-    def group_column(self, name: str) -> GroupColumn:
-        """What finds trajectories by their value of a column; SchemaError if it cannot."""
-        self.check_open()
-        if name not in self._group_columns:
-            self._group_columns[name] = GroupColumn(self, name)
-        return self._group_columns[name]
 
     @property
     def index(self) -> Index:

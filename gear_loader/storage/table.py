@@ -26,6 +26,7 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.disk import Disk, Tier
 from gear_loader.storage.edits import set_columns
 from gear_loader.storage.engine import Engine
+from gear_loader.storage.group_input import GroupColumn
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -796,7 +797,12 @@ class Table:
             begin = () if parents is None else (parents, 0, generations)
             return self._extend(rows, None, priorities, prefix=begin)
 
-        return self._engine.group_column(name).store(trajectories, priority, store)
+        engine = self._engine
+        engine.check_open()
+        if name not in engine.group_columns:
+            engine.group_columns[name] = GroupColumn(engine, name)
+        column: GroupColumn = engine.group_columns[name]
+        return column.store(trajectories, priority, store)
 
     def _extend(
         self, trajectories: Any, lengths: Any, priority: Any, *, ids: Any = (), prefix: Any = ()
