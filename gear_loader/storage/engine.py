@@ -78,8 +78,8 @@ class Engine:
     Attributes:
         schema, name, rules, on_full: as of the table. policy: `on_full` as the arguments `evict` and `wait` of
         `Index.begin`. longest: steps of the longest trajectory that the table can hold. disk: writes the table into a
-        directory in the background, or None. device: the GPU in whose memory the blocks lie, or None. group_columns: what
-        finds trajectories by a column, by its name (`group_input`).
+        directory in the background, or None. device: the GPU in whose memory the blocks lie, or None. group_columns:
+        what finds trajectories by a column, by its name (`group_input`).
     """
 
     def __init__(
