@@ -17,6 +17,7 @@ from gear_loader.errors import (
     SchemaError,
     StaleIndexError,
 )
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sink import BlockSink, GrowingSink
 from gear_loader.storage.coders import check_packages
 from gear_loader.storage.counters import (
@@ -49,6 +50,7 @@ from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_layout import table_layout
 from gear_loader.storage.table_rules import Limits, OnFull, Rules, check_on_full, check_seconds
@@ -95,6 +97,17 @@ class Table:
     def on_full(self) -> OnFull:
         """Policy of additions through this handle to a full table."""
         return self._engine.on_full
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Statistics of the columns, of what the last ``load_dataset(..., statistics=True)`` of this process has added,
+        or of the checkpoint that the table was loaded from; None if there are none."""
+        return self._engine.statistics
+
+    @property
+    def loading(self) -> Loading | None:
+        """What fills the table in the background, of the last ``load_dataset(..., wait=False)`` of this process."""
+        return self._engine.loading
 
     # ---------------------------------------------------------------- create, attach, close
 
