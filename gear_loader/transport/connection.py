@@ -8,7 +8,6 @@ something or takes long. Everything else is received by the task, and what takes
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import struct
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from gear_loader.transport.access import refusal
 from gear_loader.transport.change_messages import MOST_PART, Part
 from gear_loader.transport.channel import Channel
 from gear_loader.transport.handlers import HANDLERS, Handler, Reply, store_one
-from gear_loader.transport.learner_calls import LearnerCalls, error_reply
+from gear_loader.transport.learner_calls import LearnerCalls
 from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.queries import Query, open_query
 from gear_loader.transport.resources import OpenParts, Resources, Threads, aligned
@@ -70,7 +69,6 @@ class Connection:
         self._reply_turn = 0  # index of its buffer
         self._tasks: set[asyncio.Task[None]] = set()  # requests that are executed in threads
         self._parts = OpenParts(limits, resources.open_parts)
-        self._calls: LearnerCalls | None = None  # of a learner
         self._rest: list[memoryview] | None = None  # of an answer that `_answer_some` has sent a part of
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
@@ -86,11 +84,8 @@ class Connection:
             Kind.PART: self._keep_part,
             Kind.METADATA: self._describe,
             Kind.LEARN: self._learn,
-            Kind.CALL: self._call,
         }
-        bulk = dict.fromkeys((Kind.CALL, Kind.STORE, Kind.FILL, Kind.SET), limits.store_bytes) | {
-            Kind.PART: MOST_PART
-        }
+        bulk = dict.fromkeys((Kind.STORE, Kind.FILL, Kind.SET), limits.store_bytes) | {Kind.PART: MOST_PART}
         kinds = [messages.MESSAGES[kind] for kind in sorted((*HANDLERS, *self._own))]
         self._allowed = {each.kind: (each.most(limits), bulk.get(each.kind, 0)) for each in kinds}
         self._allowed[Kind.FETCH] = messages.FETCH.most() + 8 * PackedSpec.FIELDS * limits.rows, 0
@@ -102,21 +97,17 @@ class Connection:
         Raises:
             ProtocolError: the requester violated the protocol. ConnectionError: the connection is closed.
         """
-        bye = False
         try:
             while await self._serve_one():
                 pass
-            bye = True
             if self._reply is not None:
                 await self._reply
             if self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
-            await self._clean_up(bye=bye)
+            await self._clean_up()
 
-    async def _clean_up(self, *, bye: bool) -> None:
-        if self._calls is not None:
-            await self._calls.close(bye=bye)
+    async def _clean_up(self) -> None:
         tasks = [*self._tasks, *([self._reply] if self._reply is not None else [])]
         for task in tasks:
             task.cancel()
@@ -140,7 +131,7 @@ class Connection:
     @property
     def is_sending(self) -> bool:
         """Whether a message is partly sent, so that no other message can follow."""
-        return self.sending_since is not None or self._sending.locked()
+        return self.sending_since is not None
 
     # ---------------------------------------------------------------- one request
 
@@ -156,9 +147,8 @@ class Connection:
             return False
         if header.kind in HANDLERS:
             await self._execute(header, HANDLERS[header.kind], small)
-        else:
-            await self._own[header.kind](header, small)
-        return True
+            return True
+        return await self._own[header.kind](header, small) is not False
 
     async def _receive(self) -> tuple[Header, Array]:
         """Receive the header and the small part of the next message, and check what it may be."""
@@ -333,16 +323,11 @@ class Connection:
     async def _send(self, request: int, reply: Reply) -> None:
         await self._send_parts(*_parts(request, reply))
 
-    async def _send_parts(self, *parts: Any, threads: Threads | None = None, patient: bool = False) -> None:
-        """Send a message, or what is left of one.
-
-        Args:
-            threads: send as much of it there as goes without a long wait.
-            patient: wait for a slow requester as long as it takes.
-        """
+    async def _send_parts(self, *parts: memoryview | Array, threads: Threads | None = None) -> None:
+        """Send a message, or what is left of one; with `threads` as much of it there as goes without a long wait."""
         if parts:
             async with self._sending:
-                self.sending_since = None if patient else self._loop.time()
+                self.sending_since = self._loop.time()
                 if threads is not None:
                     parts = tuple(await threads.run(self._channel.sender(*parts)))
                 await self._channel.send(*parts)
@@ -405,23 +390,19 @@ class Connection:
 
     # ---------------------------------------------------------------- learners
 
-    async def _learn(self, header: Header, small: Array) -> None:
-        calls = self._calls = self._calls or LearnerCalls(
-            self._resources, functools.partial(self._send_parts, patient=True), self._channel.close
-        )
+    async def _learn(self, header: Header, small: Array) -> bool:
+        """Serve a learner, whose connection nothing else uses from then on; whether another request may follow."""
+        calls = LearnerCalls(self._channel, self._resources)
         try:
             reply = await calls.open(small)
         except ProtocolError:
             raise
         except Exception as error:
-            reply = error_reply(error)
+            await self._fail(header.request, error, "a learner")
+            return True
         await self._send(header.request, reply)
-
-    async def _call(self, header: Header, small: Array) -> None:
-        data = await self._receive_bulk(header.bulk, kept=True) if header.bulk else _NOTHING
-        if self._calls is None:
-            raise ProtocolError("A message CALL came before LEARN.")
-        self._calls.add(small, data, header.bulk)
+        await calls.serve()
+        return False
 
     # ---------------------------------------------------------------- rows
 

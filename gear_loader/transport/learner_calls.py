@@ -1,61 +1,57 @@
-"""The server's side of a learner's connection: a thread executes its calls, the event loop sends the answers."""
+"""The server's side of a learner's connection: a thread of its own receives calls, executes them, and answers."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import json
-import logging
-import queue
+import socket
+import struct
 import threading
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gear_loader.errors import GearError, TransportError
+import numpy as np
+
 from gear_loader.transport import wire_messages as messages
-from gear_loader.transport.channel import Bytes
+from gear_loader.transport.channel import Channel
 from gear_loader.transport.handlers import Reply
+from gear_loader.transport.learner_pipe import LoopPipe, Pipe
 from gear_loader.transport.resources import Resources
-from gear_loader.transport.wire import Kind, ProtocolError, pack_error, pack_header
+from gear_loader.transport.wire import HEADER, Header, Kind, ProtocolError, check, pack_header
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.provided import provided
 
 if TYPE_CHECKING:
-    from gear_loader.transport.learner import Learner, LearnerAnswer
+    from gear_loader.transport.learner import Learner
 
 MOST_CALLS = 64
 """Most calls of a learner without an answer."""
-_JOINED = 1 << 16  # most bytes of answers that are sent as one piece
-_LOOK = 1.0  # seconds between the looks of a thread that waits for room
-_log = logging.getLogger("gear_loader.transport")
+_IDLE = 1.0  # seconds of a call of the socket, after which the thread looks whether it is still needed
+_CALL = struct.Struct("<QQ")
+_NOTHING: Array = np.empty(0, dtype=np.uint8)
 
 
 class LearnerCalls:
-    """The calls of one connection, and their answers.
+    """The calls of one connection, which nothing else uses from LEARN on.
 
     Args:
-        resources: of the server. send: sends messages, whose parts it is given, in order.
-        lost: ends the connection.
+        channel: the connection. resources: of the server.
     """
 
-    def __init__(
-        self,
-        resources: Resources,
-        send: Callable[..., Awaitable[None]],
-        lost: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, channel: Channel, resources: Resources) -> None:
+        self._channel = channel
         self._resources = resources
-        self._send, self._lost = send, lost
         self._loop = asyncio.get_running_loop()
         self._learner: Learner | None = None
-        self._inbox: queue.SimpleQueue[tuple[int, bytes, Array, int] | None] = queue.SimpleQueue()
-        self._waiting = 0  # calls in the inbox
         self._received = 0
-        self._arrived = threading.Event()  # set when an answer has arrived
-        self._outbox: collections.deque[LearnerAnswer] = collections.deque()
-        self._awake = False  # whether `_send_some` is to run
-        self._sender: asyncio.Task[None] | None = None
         self._ended = False
+        self._pipe: Pipe | None = None
+        limits = resources.limits
+        self._allowed = {
+            Kind.CALL: (messages.CALL.most(limits), limits.store_bytes),
+            Kind.BYE: (0, 0),
+        }
+        self._read: collections.deque[tuple[int, bytes, Array]] = collections.deque()  # calls that wait
 
     async def open(self, small: Array) -> Reply:
         """Answer LEARN.
@@ -64,8 +60,6 @@ class LearnerCalls:
             GearError: the options are invalid for the table, or it is not served.
         """
         asked = messages.LEARN.parse(small)
-        if self._learner is not None:
-            raise ProtocolError("A message LEARN came again on the same connection.")
         resources, limits = self._resources, self._resources.limits
 
         def begin() -> bytes:
@@ -93,118 +87,118 @@ class LearnerCalls:
 
         reply = Reply(Kind.LEARNING, await resources.threads(asked.table, changes=False).run(begin))
         self._received = max(0, asked.first - 1)
-        threading.Thread(target=self._work, name="gear-loader-learner", daemon=True).start()
         return reply
 
-    def add(self, small: Array, data: Array, bulk: int) -> None:
-        """Take a CALL.
+    async def serve(self) -> None:
+        """Execute calls until the learner says goodbye.
 
         Raises:
-            ProtocolError: invalid, or too many at a time.
+            ProtocolError: the learner violated the protocol. ConnectionError: the connection is closed.
         """
-        asked = messages.CALL.parse(small)
-        if self._learner is None:
-            raise ProtocolError("A message CALL came before LEARN.")
-        if self._waiting >= MOST_CALLS:
-            raise ProtocolError(f"More than {MOST_CALLS} calls of a learner wait for their answers.")
-        self._waiting += 1
-        if asked.received > self._received:
-            self._received = asked.received
-            self._arrived.set()
-        self._inbox.put((asked.number, bytes(asked.call), data[:bulk], bulk))
+        found = self._channel.detached()
+        if found is None:
+            self._pipe = LoopPipe(self._channel, self._loop)
+        else:
+            found[0].settimeout(_IDLE)
+            self._pipe = Pipe(found[0], self._look, found[1])
+        done = self._loop.create_future()
 
-    # ---------------------------------------------------------------- the thread
+        def finish(error: BaseException | None) -> None:
+            if not done.done():
+                done.set_result(None) if error is None else done.set_exception(error)
 
-    def _work(self) -> None:
-        learner = self._learner
-        assert learner is not None
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                self._work()
+            except Exception as wrong:
+                error = wrong
+            try:
+                self._loop.call_soon_threadsafe(finish, error)
+            except RuntimeError:
+                pass  # the loop has ended
+
+        threading.Thread(target=work, name="gear-loader-learner", daemon=True).start()
+        bye = False
         try:
-            while (taken := self._inbox.get()) is not None:
-                number, text, data, bulk = taken
-                if not self._room(learner):
-                    return
-                answer = learner.execute(self, learner.read(number, self._received, text, data))
-                self._soon(self._executed, bulk)
-                if answer is None:
-                    break
-                self._outbox.append(answer)
-                if not self._awake:
-                    self._awake = True
-                    self._soon(self._wake)
-        except ProtocolError as error:
-            _log.warning("closed a learner: %s", error)
-        except Exception as error:  # of this learner; others go on
-            _log.error("A call of a learner failed: %s", error, exc_info=error)
-        self._soon(self._end)
+            await done
+            bye = True
+        finally:
+            self._close(bye=bye)
 
-    def _room(self, learner: Learner) -> bool:
-        """Wait until the learner has received enough of what is kept for it; whether the connection goes on."""
-        most = self._resources.limits.learner_bytes
-        while learner.kept_bytes and learner.kept_bytes + learner.largest > most:
-            self._arrived.wait(_LOOK)
-            self._arrived.clear()
-            learner.forget(self._received)
-            if self._ended:
-                return False
-        return not self._ended
-
-    def _soon(self, call: Callable[..., object], *given: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *given)
-        except RuntimeError:
-            self._ended = True  # the loop has ended
-
-    def _executed(self, bulk: int) -> None:
-        self._waiting -= 1
-        if bulk:
-            self._resources.budget.give(bulk)
-
-    # ---------------------------------------------------------------- sending
-
-    def _wake(self) -> None:
-        self._awake = False
-        if self._outbox and (self._sender is None or self._sender.done()) and not self._ended:
-            self._sender = asyncio.ensure_future(self._send_some())
-
-    async def _send_some(self) -> None:
-        """Send the answers there are."""
-        while self._outbox:
-            parts: list[Bytes | bytes] = []
-            size = 0
-            while self._outbox and size < _JOINED:
-                answer = self._outbox.popleft()
-                size += answer.size + len(answer.small)
-                head = pack_header(answer.kind, answer.number, len(answer.small), answer.size)
-                parts += [head, answer.small, *answer.parts]
-            if size <= _JOINED:
-                await self._send(b"".join(parts))  # type: ignore[arg-type]
-            else:
-                await self._send(*parts, threads=self._resources.gatherers)
-
-    def _end(self) -> None:
-        if not self._ended:
-            self._ended = True
-            asyncio.ensure_future(self._lost())
-
-    async def close(self, *, bye: bool) -> None:
-        """The connection has ended; with `bye` the learner does not come again."""
+    def _close(self, *, bye: bool) -> None:
         self._ended = True
-        self._inbox.put(None)
-        self._arrived.set()
-        if self._sender is not None:
-            self._sender.cancel()
-            await asyncio.gather(self._sender, return_exceptions=True)
-        learner = self._learner
+        learner, pipe = self._learner, self._pipe
+        if isinstance(pipe, Pipe) and not isinstance(pipe, LoopPipe):
+            _shut(pipe.connection)
         if learner is None:
             return
         self._resources.learners.left(learner, self)
         if bye:
-            ended = learner
-            await self._resources.gatherers.run(lambda: self._resources.learners.end(ended, None))
+            threading.Thread(target=self._resources.learners.end, args=(learner,), daemon=True).start()
+
+    # ---------------------------------------------------------------- the thread
+
+    def _look(self) -> None:
+        if self._ended:
+            raise ConnectionAbortedError("The connection was closed on this side.")
+
+    def _work(self) -> None:
+        learner, pipe = self._learner, self._pipe
+        assert learner is not None and pipe is not None
+        try:
+            while True:
+                call = self._read.popleft() if self._read else self._next(pipe)
+                if call is None:
+                    return
+                while self._is_full(learner):
+                    more = self._next(pipe)  # which may say that answers have arrived
+                    if more is None:
+                        return
+                    self._read.append(more)
+                    size = sum(len(each[2]) for each in self._read)
+                    if len(self._read) > MOST_CALLS or size > self._resources.limits.store_bytes:
+                        raise ProtocolError(
+                            f"{len(self._read)} calls of a learner with {size:,} bytes wait for their answers; at "
+                            f"most {MOST_CALLS} are taken."
+                        )
+                number, text, data = call
+                answer = learner.execute(self, learner.read(number, self._received, text, data))
+                if answer is None:
+                    raise ConnectionAbortedError("The learner goes on over another connection.")
+                head = pack_header(answer.kind, answer.number, len(answer.small), answer.size)
+                pipe.send([head + answer.small, *answer.parts])
+        finally:
+            pipe.close()
+
+    def _is_full(self, learner: Learner) -> bool:
+        """Whether the learner has to receive some of what is kept for it before there is more."""
+        learner.forget(self._received)
+        most = self._resources.limits.learner_bytes
+        return bool(learner.kept_bytes) and learner.kept_bytes + learner.largest > most
+
+    def _next(self, pipe: Pipe) -> tuple[int, bytes, Array] | None:
+        """Receive a call: number, JSON and the tensors' bytes; None if the learner says goodbye."""
+        head = memoryview(bytearray(HEADER))
+        pipe.receive(head)
+        header = Header.parse(head)
+        check(header, self._allowed, "from a learner")
+        if header.kind is Kind.BYE:
+            return None
+        small = memoryview(bytearray(header.small))
+        pipe.receive(small)
+        if len(small) < _CALL.size:
+            raise ProtocolError(f"A message CALL has {len(small)} bytes; expected at least {_CALL.size}.")
+        number, received = _CALL.unpack_from(small)
+        if received > self._received:
+            self._received = received
+        data = np.empty(header.bulk, dtype=np.uint8) if header.bulk else _NOTHING
+        pipe.receive(data.data)
+        return number, bytes(small[_CALL.size :]), data
 
 
-def error_reply(error: Exception) -> Reply:
-    """ERROR of a LEARN that was refused."""
-    return Reply(
-        Kind.ERROR, pack_error(error if isinstance(error, GearError) else TransportError(str(error)))
-    )
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)  # the thread that waits gets an error
+    except OSError:
+        pass

@@ -8,27 +8,26 @@ server answers those that it had executed as it had.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import os
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from gear_loader.errors import GearError, HandshakeError, PeerTimeoutError, TransportError
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.client import Peer
-from gear_loader.transport.learner_calls import MOST_CALLS
+from gear_loader.transport.learner_pipe import AHEAD, Pipe
 from gear_loader.transport.resources import aligned
-from gear_loader.transport.socket import GONE
 from gear_loader.transport.trees import PackedTree, TreeReader
 from gear_loader.transport.wire import (
     HEADER,
@@ -43,14 +42,14 @@ from gear_loader.transport.wire import (
 )
 from gear_loader.utils.arrays import Array
 
-_AHEAD = (
-    1 << 18
-)  # bytes of the buffer for small answers, and bytes from which on an answer is received by a thread
+_MOST_UNANSWERED = 32  # calls; a server takes twice as many
 _SMALL = 1 << 14  # bytes of an answer whose memory is not kept
 _PAUSE = 0.05  # seconds between attempts to connect
 _ATTEMPT = 5.0  # most seconds of one
 _LOOK = 1.0  # seconds between the looks of an idle thread at whether it is still needed
-_MOST_ANSWER = 1 << 40
+_MOST_ANSWER, _MOST_SMALL = 1 << 40, messages.ANSWER.most()
+_CALL = struct.Struct("<QQ")
+_PLAIN = {name: json.dumps([name, {}, None]).encode() for name in ("next", "rows", "state")}
 _log = logging.getLogger("gear_loader")
 Place = tuple[int, int, int]
 """Epoch and step of the next batch, and the batches of iterations before."""
@@ -142,15 +141,14 @@ class LearnerLink:
         self._pending: collections.deque[_Sent] = collections.deque()
         self._answers: dict[int, Any] = {}
         self._failure: GearError | None = None  # of a call that nobody asks for
-        self._socket: socket.socket | None = None
+        self._pipe: Pipe | None = None
         self._known = False  # whether a server has served it
         self._closed = False
         self._changed = threading.Condition()
         self._reader: threading.Thread | None = None
+        self._read_error: Exception | None = None
         self._trees = TreeReader()
         self.memory = BatchMemory(pinned=pinned)
-        self._buffer = memoryview(bytearray(_AHEAD))
-        self._begin = self._end = 0
         self.described: Any = None
         self._until_done(lambda: self._connected() is not None)
 
@@ -173,20 +171,31 @@ class LearnerLink:
                 error.
         """
         self._check()
-        if len(self._pending) >= MOST_CALLS // 2:
+        if len(self._pending) >= _MOST_UNANSWERED:
             oldest = self._pending[0].number
             self._until_done(lambda: self._received >= oldest)
-        tree = PackedTree(values)
-        text = json.dumps([name, options, json.loads(tree.text)], separators=(",", ":")).encode()
         number = self._number = self._number + 1
-        small = messages.CALL.pack(number=number, received=self._received, call=text)
-        parts = [pack_header(Kind.CALL, number, len(small), tree.size) + small, *tree.parts]
+        if values is None:
+            text, size, tensors = (
+                json.dumps([name, options, None]).encode() if options else _PLAIN[name],
+                0,
+                [],
+            )
+        else:
+            tree = PackedTree(values)
+            text, size, tensors = (
+                json.dumps([name, options, json.loads(tree.text)]).encode(),
+                tree.size,
+                tree.parts,
+            )
+        small = _CALL.pack(number, self._received) + text
+        parts = [pack_header(Kind.CALL, number, len(small), size) + small, *tensors]
         with self._changed:
             self._pending.append(_Sent(number, parts, place, wanted))
             self._changed.notify_all()
-        if self._socket is not None:
+        if self._pipe is not None:
             try:
-                self._send(parts)
+                self._pipe.send(parts)
             except OSError:
                 self._lose()  # it is sent again by who asks for the result
             except BaseException:
@@ -237,6 +246,9 @@ class LearnerLink:
         while not done():
             try:
                 if not self._read_ahead(done):
+                    error, self._read_error = self._read_error, None
+                    if error is not None:
+                        raise error
                     self._connected()
                     if not done():
                         self._receive()
@@ -276,68 +288,46 @@ class LearnerLink:
 
     def _receive(self) -> None:
         """Receive one answer, in the calling thread."""
-        connection = self._socket
-        if connection is None:
-            raise ConnectionResetError(errno.ECONNRESET, GONE)
-        size = self._take(*self._message(connection))
-        if size >= _AHEAD and self._ahead and self._reader is None and not self._closed:
+        pipe = self._connected()
+        size = self._take(*self._message(pipe))
+        if size >= AHEAD and self._ahead and self._reader is None and not self._closed:
             self._reader = threading.Thread(
-                target=self._work, args=(connection,), name="gear-loader-learner", daemon=True
+                target=self._work, args=(pipe,), name="gear-loader-learner", daemon=True
             )
             self._reader.start()
 
-    def _work(self, connection: socket.socket) -> None:
+    def _work(self, pipe: Pipe) -> None:
         """Main function of the thread that reads ahead, until the connection ends."""
         try:
-            while self._socket is connection:
+            while self._pipe is pipe:
                 with self._changed:
                     if not self._pending:
                         self._changed.wait(_LOOK)
                         continue
-                message = self._message(connection)
+                message = self._message(pipe)
                 with self._changed:
                     self._take(*message)
                     self._changed.notify_all()
-        except Exception:  # the next call meets it, too, or reconnects
-            connection.close()
+        except Exception as error:  # the next call meets it, or reconnects
+            self._read_error = error
         finally:
             with self._changed:
-                if self._socket is connection:
-                    self._socket = None
                 self._reader = None
                 self._changed.notify_all()
 
-    def _message(self, connection: socket.socket) -> tuple[Header, memoryview, Array]:
+    def _message(self, pipe: Pipe) -> tuple[Header, memoryview, Array]:
         head = memoryview(bytearray(HEADER))
-        self._fill(connection, head)
+        pipe.receive(head)
         header = Header.parse(head)
-        most = messages.ANSWER.most() if header.kind is Kind.ANSWER else messages.LEARNING.most()
-        if header.small > most or header.bulk > _MOST_ANSWER:
+        if header.small > _MOST_SMALL or header.bulk > _MOST_ANSWER:
             raise ProtocolError(
                 f"A message {header.kind.name} has {header.small:,} and {header.bulk:,} bytes."
             )
         small = memoryview(bytearray(header.small))
-        self._fill(connection, small)
+        pipe.receive(small)
         memory = self.memory.take(header.bulk)
-        self._fill(connection, memory.data)
+        pipe.receive(memory.data)
         return header, small, memory
-
-    def _fill(self, connection: socket.socket, view: memoryview) -> None:
-        """Receive exactly these bytes, and others ahead if they are few."""
-        while len(view):
-            if self._begin == self._end:
-                direct = len(view) >= _AHEAD
-                count = connection.recv_into(view if direct else self._buffer)
-                if not count:
-                    raise ConnectionResetError(errno.ECONNRESET, GONE)
-                if direct:
-                    view = view[count:]
-                    continue
-                self._begin, self._end = 0, count
-            count = min(self._end - self._begin, len(view))
-            view[:count] = self._buffer[self._begin : self._begin + count]
-            self._begin += count
-            view = view[count:]
 
     def _take(self, header: Header, small: memoryview, memory: Array) -> int:
         """Take an answer; returns its bytes."""
@@ -362,18 +352,17 @@ class LearnerLink:
 
     # ---------------------------------------------------------------- the connection
 
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Pipe:
         """The connection; of a new one if necessary, on which what has no answer is sent again."""
-        if self._socket is not None:
-            return self._socket
-        self._begin = self._end = 0
+        if self._pipe is not None:
+            return self._pipe
         connection = self._peer.dial(time.monotonic() + min(_ATTEMPT, self._timeout))
         try:
             connection.settimeout(self._timeout)
-            known = self._introduced(connection)
+            pipe = Pipe(connection, _give_up)
+            known = self._introduced(pipe)
             for sent in self._pending:
-                for part in sent.parts:
-                    connection.sendall(part)
+                pipe.send(sent.parts)
         except BaseException:
             connection.close()
             raise
@@ -383,10 +372,10 @@ class LearnerLink:
                 self._peer.name,
                 self._table,
             )
-        self._known, self._socket = True, connection
-        return connection
+        self._known, self._pipe = True, pipe
+        return pipe
 
-    def _introduced(self, connection: socket.socket) -> bool:
+    def _introduced(self, pipe: Pipe) -> bool:
         """Say which learner this is; whether the server knew it."""
         first = self._pending[0].number if self._pending else self._number + 1
         options = {"dataset": self._options, "at": self._place}
@@ -397,8 +386,8 @@ class LearnerLink:
             table=self._table,
             options=json.dumps(options).encode(),
         )
-        connection.sendall(pack_header(Kind.LEARN, 0, len(small), 0) + small)
-        header, received, _ = self._message(connection)
+        pipe.send([pack_header(Kind.LEARN, 0, len(small), 0) + small])
+        header, received, _ = self._message(pipe)
         if header.kind is Kind.REFUSE:
             text = Fields(received, Kind.REFUSE.name).text("The text")
             raise _Refused(TransportError(f"{self._peer.name}: {printable(text, MAX_TEXT)}"))
@@ -413,41 +402,30 @@ class LearnerLink:
             raise ProtocolError(f"A message LEARNING is no JSON ({error}).") from None
         return bool(found.known)
 
-    def _send(self, parts: list[Any]) -> None:
-        connection = self._socket
-        if connection is None:
-            raise ConnectionResetError(errno.ECONNRESET, GONE)
-        for part in parts:
-            connection.sendall(part)
-
     def _lose(self) -> None:
         """Give up the connection."""
-        found, self._socket = self._socket, None
+        found, self._pipe = self._pipe, None
         if found is not None:
-            _shut(found)
+            with contextlib.suppress(OSError):
+                found.connection.shutdown(socket.SHUT_RDWR)  # the thread that waits gets an error
         reader = self._reader
         if reader is not None and reader is not threading.current_thread():
             reader.join(self._timeout)
+        if found is not None:
+            found.close()
 
     def close(self) -> None:
         """Say goodbye; idempotent."""
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        found = self._socket
-        if found is not None:
-            try:
-                found.settimeout(_LOOK)
-                found.sendall(Header(Kind.BYE, 0, 0, 0).pack())
-            except OSError:
-                pass
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                self._pipe.connection.settimeout(_LOOK)
+                self._pipe.send([Header(Kind.BYE, 0, 0, 0).pack()])
         self._lose()
         self._answers.clear()
 
 
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)  # the thread that waits gets an error
-    except OSError:
-        pass
-    connection.close()
+def _give_up() -> None:
+    raise TimeoutError

@@ -63,10 +63,8 @@ class Learners:
         for each in learners:
             each.close()
 
-    def end(self, learner: Learner, owner: object) -> None:
-        """A learner has said goodbye."""
+    def end(self, learner: Learner) -> None:
+        """A learner has said goodbye; it does not come again."""
         with self._guard:
-            if learner.owner is not owner:
-                return
             self._known = {identity: each for identity, each in self._known.items() if each is not learner}
         learner.close()
