@@ -20,7 +20,7 @@ from gear_loader.storage.table import Table
 from gear_loader.transport.access import refusal
 from gear_loader.transport.learner_options import options_from_json
 from gear_loader.transport.message_schema import kind_of, shown
-from gear_loader.transport.trees import PackedTree, read_tree
+from gear_loader.transport.trees import TreeWriter, read_tree
 from gear_loader.transport.wire import Kind, ProtocolError, pack_error
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
@@ -95,6 +95,7 @@ class Learner:
         self.owner: object | None = None
         self.left_at = time.monotonic()
         self._turn = threading.Lock()
+        self._trees = TreeWriter()
         if not isinstance(options, dict) or not {"dataset", "at"}.issuperset(options):
             raise TransportError(
                 f"The options of a learner are {kind_of(options)}; expected a dataset's and its place."
@@ -220,7 +221,7 @@ class Learner:
                     f"A server was asked for {shown(call.name)}; expected one of {sorted(_CALLS)}."
                 )
             with interruptible(lambda: self.owner is not owner):
-                tree = PackedTree(work(self, call.options, call.values))
+                tree = self._trees.pack(work(self, call.options, call.values))
             if tree.size > self._most_bytes:
                 raise TransportError(
                     f"An answer of {tree.size:,} bytes was asked for; this server sends at most "

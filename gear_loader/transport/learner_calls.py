@@ -99,8 +99,7 @@ class LearnerCalls:
         if found is None:
             self._pipe = LoopPipe(self._channel, self._loop)
         else:
-            found[0].settimeout(_IDLE)
-            self._pipe = Pipe(found[0], self._look, found[1])
+            self._pipe = Pipe(found[0], _IDLE, self._look, found[1])
         done = self._loop.create_future()
 
         def finish(error: BaseException | None) -> None:

@@ -358,8 +358,7 @@ class LearnerLink:
             return self._pipe
         connection = self._peer.dial(time.monotonic() + min(_ATTEMPT, self._timeout))
         try:
-            connection.settimeout(self._timeout)
-            pipe = Pipe(connection, _give_up)
+            pipe = Pipe(connection, self._timeout, _give_up)
             known = self._introduced(pipe)
             for sent in self._pending:
                 pipe.send(sent.parts)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,14 +22,27 @@ class Pipe:
     """A socket.
 
     Args:
-        connection: with a timeout. idle: called when it has passed without progress; raises an error to give up.
+        connection: nothing else uses it. seconds: of each of its calls. idle: called when they have passed without
+            progress; raises an error to give up.
         ahead: bytes that were received before.
     """
 
     def __init__(
-        self, connection: socket.socket, idle: Callable[[], None], ahead: bytes | memoryview = b""
+        self,
+        connection: socket.socket,
+        seconds: float,
+        idle: Callable[[], None],
+        ahead: bytes | memoryview = b"",
     ) -> None:
         self.connection = connection
+        self._apart = not isinstance(connection, ssl.SSLSocket)
+        if self._apart:  # Python's own timeouts take a second call of the system each
+            connection.setblocking(True)
+            wait = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, wait)
+        else:
+            connection.settimeout(seconds)
         self._idle = idle
         self._buffer = memoryview(bytearray(max(AHEAD, len(ahead))))
         self._buffer[: len(ahead)] = ahead
@@ -53,7 +67,7 @@ class Pipe:
         while True:
             try:
                 count = self.connection.recv_into(view)
-            except TimeoutError:
+            except (BlockingIOError, TimeoutError):
                 self._idle()
                 continue
             if not count:
@@ -71,7 +85,7 @@ class Pipe:
                 sent = (
                     self.connection.sendmsg(views[:MOST_PARTS]) if apart else self.connection.send(views[0])
                 )
-            except TimeoutError:
+            except (BlockingIOError, TimeoutError):
                 self._idle()
                 continue
             drop_sent(views, sent)

@@ -84,6 +84,46 @@ class PackedTree:
         return node
 
 
+class TreeWriter:
+    """Packs trees, of which most are batches of the same tensors; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, bytes, list[bytes], int] = ((), b"", [], 0)
+
+    def pack(self, tree: Any) -> PackedTree:
+        """The tree as bytes; its tensors are not to change before they are sent."""
+        if type(tree) is not Batch:
+            return PackedTree(tree)
+        try:
+            kinds = [(key, value.dtype, value.shape) for key, value in tree.items()]
+        except AttributeError:  # not of tensors alone
+            return PackedTree(tree)
+        known, text, gaps, size = self._known
+        if kinds != known:
+            made = PackedTree(tree)
+            if all(map(_is_plain, tree.values())) and len(set(map(id, tree.values()))) == len(tree):
+                gaps = [padding(value.nbytes) for value in tree.values()]
+                self._known = kinds, made.text, gaps, made.size
+            return made
+        packed = PackedTree.__new__(PackedTree)
+        packed.text, packed.size = text, size
+        parts: list[Any] = []
+        for value, gap in zip(tree.values(), gaps, strict=True):
+            if not _is_plain(value):
+                return PackedTree(tree)
+            parts.append(value.numpy())
+            parts.append(gap)
+        packed.parts = [b"".join(parts)] if size <= _JOINED else [part for part in parts if len(part)]
+        return packed
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether numpy has the tensor's memory as it is."""
+    return (
+        value.dtype is not torch.bfloat16 and value.is_contiguous() and value.ndim > 0 and not value.is_cuda
+    )
+
+
 class TreeReader:
     """Reads trees, whose JSON is mostly that of an earlier one; not thread-safe."""
 
