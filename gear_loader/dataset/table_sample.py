@@ -11,7 +11,8 @@ from gear_loader.storage.schema import Window
 
 
 def sample(table: Any, batch_size: int, options: dict[str, Any], kept: Sampled) -> Batch:
-    """See `Table.sample`; `table` may be that of a server. `kept` is its own: it keeps a dataset for each set of options, so that draws go on."""
+    """See `Table.sample`; `table` may be that of a server. Of it `kept` has a dataset for each set of options, so that
+    draws go on."""
     if options["windows"] is None:
         options["windows"] = Window(1, squeeze=True)
     with kept.mutex:

@@ -124,8 +124,8 @@ class Peer:
         address = Address.parse(self._address if isinstance(self._address, str) else self._address())
         if address.carrier != "socket":
             raise HandshakeError(
-                f"{self.name} was asked for batches over {address.carrier!r}, which carries rows that are written only; "
-                "connect by gear://<host>:<port>/<table>."
+                f"{self.name} was asked for batches over {address.carrier!r}; expected 'socket': connect "
+                "by gear://<host>:<port>/<table>."
             )
         return connected(address, self._secret, deadline, peer=self.name, tls=self._tls)[0]
 

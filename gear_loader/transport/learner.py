@@ -1,4 +1,4 @@
-"""What a server does for one learner on another machine: a dataset over its table, and calls that run once, in order."""
+"""What a server does for a learner on another machine: a dataset over its table, and calls that run once, in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import expand, has_whole
 from gear_loader.dataset import ReplayDataset
 from gear_loader.dataset.options import Prefetch, Ranks
@@ -61,11 +60,11 @@ class _Served:
 
 
 class _ServedOrigin(Origin):
-    is_shared = True  # type: ignore[assignment]
+    is_shared = True
 
 
 class Learner:
-    """Executes the calls of one learner. Its dataset is made by the first; the answers are kept until they have arrived.
+    """Executes the calls of one learner, and keeps the answers until they have arrived.
 
     Args:
         table: to draw from. options: of its dataset, as JSON; None for a learner that chooses rows itself.
@@ -312,7 +311,7 @@ class Learner:
 
     def _load(self, _: Mapping[str, Any], values: Any) -> None:
         self._batches = self._at = None
-        self._own()._load_selection(_plain(values))
+        self._own()._load_selection(values)
 
     def _attribute(self, given: Mapping[str, Any], _: Any) -> Any:
         dataset, name = self._own(), given["name"]
@@ -374,10 +373,3 @@ def _place(at: Any) -> tuple[int, int, int] | None:
         raise TransportError(f"The place of an iteration is {kind_of(at)}; expected three numbers.")
     epoch, step, past = (at_least("the place of an iteration", each, least=0) for each in at)
     return epoch, step, past
-
-
-def _plain(value: Any) -> Any:
-    """A tree without `Batch` objects, as `state_dict` made it."""
-    if isinstance(value, Batch):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value

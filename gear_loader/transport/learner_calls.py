@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import json
 import socket
 import struct
@@ -112,10 +113,8 @@ class LearnerCalls:
                 self._work()
             except Exception as wrong:
                 error = wrong
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(finish, error)
-            except RuntimeError:
-                pass  # the loop has ended
 
         threading.Thread(target=work, name="gear-loader-learner", daemon=True).start()
         bye = False
@@ -144,7 +143,8 @@ class LearnerCalls:
 
     def _work(self) -> None:
         learner, pipe = self._learner, self._pipe
-        assert learner is not None and pipe is not None
+        assert learner is not None
+        assert pipe is not None
         try:
             while True:
                 call = self._read.popleft() if self._read else self._next(pipe)
@@ -197,7 +197,5 @@ class LearnerCalls:
 
 
 def _shut(connection: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)  # the thread that waits gets an error
-    except OSError:
-        pass

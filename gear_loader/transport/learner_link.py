@@ -27,6 +27,7 @@ from gear_loader.errors import GearError, HandshakeError, PeerTimeoutError, Tran
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.client import Peer
 from gear_loader.transport.learner_pipe import AHEAD, Pipe
+from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.resources import aligned
 from gear_loader.transport.trees import PackedTree, TreeReader
 from gear_loader.transport.wire import (
@@ -40,10 +41,11 @@ from gear_loader.transport.wire import (
     printable,
     read_error,
 )
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, data_address
 
 _MOST_UNANSWERED = 32  # calls; a server takes twice as many
 _SMALL = 1 << 14  # bytes of an answer whose memory is not kept
+_MOST_KEPT = 64  # buffers
 _PAUSE = 0.05  # seconds between attempts to connect
 _ATTEMPT = 5.0  # most seconds of one
 _LOOK = 1.0  # seconds between the looks of an idle thread at whether it is still needed
@@ -81,29 +83,34 @@ class BatchMemory:
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._free: list[tuple[Array, Any]] = []  # and the event after which a GPU has copied from it
+        self._kept: list[tuple[Array, Any]] = []  # each with the event after which a GPU has copied from it
 
     def take(self, size: int) -> Array:
         """Memory of `size` bytes, uint8, aligned to 128 bytes."""
         if size <= _SMALL and not self._pinned:
             return aligned(size)
-        for i, (memory, copied) in enumerate(self._free):
-            # Referred to by the list, the loop and the call.
-            if size <= len(memory) <= 4 * size and sys.getrefcount(memory) <= 4:
-                if copied is None or copied.query():
-                    self._free.append(self._free.pop(i))
-                    return memory[:size]
-        room = -(-size // 4096) * 4096
-        made: Array = (
-            torch.empty(room, dtype=torch.uint8, pin_memory=True).numpy() if self._pinned else aligned(room)
-        )
-        self._free = [each for each in self._free if sys.getrefcount(each[0]) > 3][-64:]
-        self._free.append((made, None))
-        return made[:size]
+        room = size + ALIGNMENT
+        for i, (owner, copied) in enumerate(self._kept):
+            # Tensors refer to their array, and that to the one which owns the memory, as do entry, loop and call.
+            unused = room <= len(owner) <= 4 * room and sys.getrefcount(owner) <= 3
+            if unused and (copied is None or copied.query()):
+                self._kept.append(self._kept.pop(i))
+                return _within(owner, size)
+        room = -(-room // 4096) * 4096
+        made: Array = torch.empty(room, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        self._kept = [each for each in self._kept if sys.getrefcount(each[0]) > 2][-_MOST_KEPT:]
+        self._kept.append((made, None))
+        return _within(made, size)
 
     def copied(self, event: Any) -> None:
         """A GPU copies from all memory that was taken, until `event`."""
-        self._free = [(memory, event) for memory, _ in self._free]
+        self._kept = [(owner, event) for owner, _ in self._kept]
+
+
+def _within(owner: Array, size: int) -> Array:
+    """An aligned part of memory."""
+    start = -data_address(owner) % ALIGNMENT
+    return owner[start : start + size]
 
 
 class LearnerLink:
@@ -150,7 +157,7 @@ class LearnerLink:
         self._trees = TreeReader()
         self.memory = BatchMemory(pinned=pinned)
         self.described: Any = None
-        self._until_done(lambda: self._connected() is not None)
+        self._until_done(lambda: self._pipe is not None)
 
     # ---------------------------------------------------------------- calls
 

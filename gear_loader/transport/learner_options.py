@@ -29,7 +29,10 @@ _CLASSES: dict[str, Any] = {
 }
 _FIELDS = {name: tuple(inspect.signature(each).parameters) for name, each in _CLASSES.items()}
 _OPTIONS = frozenset(
-    "batch_size windows columns sampler groups draws seed batches_per_epoch ranks layout keep".split()
+    (
+        *("batch_size", "windows", "columns", "sampler", "groups", "draws"),
+        *("seed", "batches_per_epoch", "ranks", "layout", "keep"),
+    )
 )
 _MOST_DEPTH = 8
 
@@ -90,10 +93,9 @@ def _parsed(value: Any, depth: int) -> Any:
         if set(value) == {"map"} and isinstance(value["map"], dict):
             return {key: _parsed(each, depth + 1) for key, each in value["map"].items()}
         kind, fields = str(value.get("of")), value.get("fields")
-        if set(value) == {"of", "fields"} and kind in _CLASSES and isinstance(fields, dict):
-            if set(fields).issubset(_FIELDS[kind]):
-                given = {name: _parsed(each, depth + 1) for name, each in fields.items()}
-                return _made(kind, given)
+        known = set(value) == {"of", "fields"} and kind in _CLASSES
+        if known and isinstance(fields, dict) and set(fields).issubset(_FIELDS[kind]):
+            return _made(kind, {name: _parsed(each, depth + 1) for name, each in fields.items()})
     raise TransportError(f"An option of a dataset is {kind_of(value)}, which no option can be.")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Learners:
-    """The learners of a server by their identities; those whose connection is lost are kept for a while. Thread-safe."""
+    """The learners of a server by their identities; one whose connection is lost is kept for a while. Thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

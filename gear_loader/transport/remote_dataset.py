@@ -261,7 +261,8 @@ class RemoteDataset(ReplayDataset):
 def _moved(value: Any, device: torch.device) -> Any:
     """A tree on a GPU, by copies on the current stream."""
     if isinstance(value, dict):
-        return Batch({key: _moved(each, device) for key, each in value.items()})
+        moved = {key: _moved(each, device) for key, each in value.items()}
+        return Batch(moved) if isinstance(value, Batch) else moved
     if isinstance(value, (torch.Tensor, Ragged)):
         return value.to(device, non_blocking=True)
     return value

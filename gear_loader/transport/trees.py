@@ -1,7 +1,8 @@
 """Trees of values in messages: JSON, beside which the bytes of their tensors lie.
 
-A tensor is ``{"t": [dtype, shape, offset]}``, a mapping ``{"d": {...}}``, a `Ragged` ``{"r": [values, offsets, shape]}``;
-lists, numbers, text, booleans and None are themselves. Tensors begin at multiples of 128 bytes.
+A tensor is ``{"t": [dtype, shape, offset]}``, a mapping ``{"d": {...}}``, a `Batch` ``{"b": {...}}``, and a `Ragged`
+``{"r": [values, offsets, shape]}``; lists, numbers, text, booleans and None are themselves. Tensors begin at multiples
+of 128 bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class PackedTree:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, Mapping):
-            return {"d": {str(key): self._node(each) for key, each in value.items()}}
+            kind = "b" if isinstance(value, Batch) else "d"
+            return {kind: {str(key): self._node(each) for key, each in value.items()}}
         if isinstance(value, Ragged):
             return {"r": [self._tensor(value.values), self._tensor(value.offsets), list(value.shape)]}
         if isinstance(value, np.ndarray):
@@ -131,7 +133,7 @@ class TreeReader:
         self._known: dict[bytes, Any] = {}
 
     def read(self, text: bytes, memory: Array) -> Any:
-        """The tree: mappings are `Batch` objects, and tensors lie in `memory`, uint8 [n], contiguous.
+        """The tree, whose tensors lie in `memory`, uint8 [n], contiguous.
 
         Raises:
             ProtocolError: invalid, or a tensor beyond the memory.
@@ -162,8 +164,9 @@ def _read(node: Any, memory: Array, depth: int) -> Any:
         return [_read(each, memory, depth + 1) for each in node]
     try:
         ((kind, value),) = node.items()
-        if kind == "d":
-            return Batch({key: _read(each, memory, depth + 1) for key, each in value.items()})
+        if kind in ("b", "d"):
+            found = {key: _read(each, memory, depth + 1) for key, each in value.items()}
+            return Batch(found) if kind == "b" else found
         if kind == "t":
             return _tensor(memory, *value)
         if kind == "r":
@@ -171,7 +174,7 @@ def _read(node: Any, memory: Array, depth: int) -> Any:
             return Ragged(_tensor(memory, *values["t"]), _tensor(memory, *offsets["t"]), tuple(shape))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ProtocolError(f"A tree of values is invalid ({type(error).__name__}: {error}).") from None
-    raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected 'd', 't' or 'r'.")
+    raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected 'b', 'd', 't' or 'r'.")
 
 
 def _tensor(memory: Array, name: str, shape: list[int], offset: int) -> torch.Tensor:

@@ -272,8 +272,9 @@ options: of its dataset, as `learner_options` packs them, or null. LEARNING answ
 LEARNING = WireMessage(Kind.LEARNING, flags=_flags("known"), described=_json)
 """known: whether the server has served it before. described: what its dataset is."""
 CALL = WireMessage(Kind.CALL, number=u64, received=u64, call=_json)
-"""Numbers of the call, from 1 on, and of the last answer that has arrived. call: name, options and a tree of values. Bulk
-part: the tensors of the tree. Calls are executed in order, and once, though they come again over another connection."""
+"""Numbers of the call, from 1 on, and of the last answer that has arrived. call: a list of its name, its options and a
+tree of values. Bulk part: the tensors of the tree. Calls are executed in order, and once, though they come again over
+another connection."""
 ANSWER = WireMessage(Kind.ANSWER, tree=_json)
 """A tree of values; bulk part: its tensors. The header has the number of the call."""
 METADATA = WireMessage(Kind.METADATA, name=_name, table=_name)
