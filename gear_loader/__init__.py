@@ -164,6 +164,7 @@ _PARTS = {
     "LoadOptions": ("checkpoint.loading", "LoadOptions"),
     "RemoteDataset": ("transport.remote_dataset", "RemoteDataset"),
     "RemoteOrigin": ("transport.remote_dataset", "RemoteOrigin"),
+    "Sampled": ("storage.engine", "Sampled"),
     "TierFiles": ("checkpoint.tier_reader", "FileReader"),
     "connect_through_ray": ("integrations.ray", "connect"),
     "create_on_disk": ("checkpoint.behind", "create"),

@@ -57,7 +57,7 @@ Place = tuple[int, int, int]
 """Epoch and step of the next batch, and the batches of iterations before."""
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     """The server has refused the learner."""
 
     def __init__(self, error: GearError) -> None:
@@ -259,7 +259,7 @@ class LearnerLink:
                     self._connected()
                     if not done():
                         self._receive()
-            except _Refused as refused:
+            except _Rejected as refused:
                 raise refused.error from None
             except (TimeoutError, PeerTimeoutError):
                 self._lose()
@@ -396,9 +396,9 @@ class LearnerLink:
         header, received, _ = self._message(pipe)
         if header.kind is Kind.REFUSE:
             text = Fields(received, Kind.REFUSE.name).text("The text")
-            raise _Refused(TransportError(f"{self._peer.name}: {printable(text, MAX_TEXT)}"))
+            raise _Rejected(TransportError(f"{self._peer.name}: {printable(text, MAX_TEXT)}"))
         if header.kind is Kind.ERROR:
-            raise _Refused(read_error(received))
+            raise _Rejected(read_error(received))
         if header.kind is not Kind.LEARNING:
             raise ProtocolError(f"A message {header.kind.name} came; expected LEARNING.")
         found = messages.LEARNING.parse(received)

@@ -35,7 +35,7 @@ from gear_loader.transport.change_messages import Metadata
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, set_parts, until_done
 from gear_loader.transport.handshake import check_secret, read_secret
-from gear_loader.transport.remote_rows import RemoteRows
+from gear_loader.transport.remote_reads import RemoteReads
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.spool_sink import SpoolSink
 from gear_loader.transport.store_message import Rows, Stacked
@@ -139,7 +139,7 @@ def _secret(secret: bytes | None, secret_file: str | os.PathLike[str] | None) ->
     return found
 
 
-class RemoteTable(RemoteRows):
+class RemoteTable(RemoteReads):
     """A table of a server, to which trajectories are added as to a `Table`; made by `connect`.
 
     `add` and `extend` return when the trajectories can be drawn. Writers do not wait for the network: a thread sends

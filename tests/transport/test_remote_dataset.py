@@ -135,7 +135,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-SHORT = {"windows", "padded", "by priority", "a class of its own", "no iteration", "a jump", "steps by priority"}
+SHORT = {
+    "windows",
+    "padded",
+    "by priority",
+    "a class of its own",
+    "no iteration",
+    "a jump",
+    "steps by priority",
+}
 
 
 def some(cases: Iterable[str]) -> list[Any]:

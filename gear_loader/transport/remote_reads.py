@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_loader.storage.engine import Sampled
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table_rules import Rules
 from gear_loader.transport.client import Peer
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class RemoteRows:
+class RemoteReads:
     """Reads rows of a table of a server.
 
     Args:
@@ -34,7 +33,7 @@ class RemoteRows:
 
     def __init__(self, peer: Peer, name: str, timeout: float) -> None:
         self.peer, self.name, self.timeout = peer, name, timeout
-        self._sampled = Sampled()
+        self._sampled: Any = None  # the datasets of `sample`
         self._rows_guard = new_mutex()
         self._rows_link: Any = None
 
@@ -62,6 +61,8 @@ class RemoteRows:
             only write, ``allow="write"``, as by default.
         """
         options = {"windows": windows, "seed": seed, "device": device}
+        if self._sampled is None:
+            self._sampled = provided("Sampled")()
         batch: dict[str, Any] = provided("sample")(self, batch_size, options, self._sampled)
         return batch
 
@@ -108,6 +109,6 @@ class RemoteRows:
         link, self._rows_link = self._rows_link, None
         if link is not None:
             link.close()
-        for _, dataset in self._sampled.datasets:
+        kept, self._sampled = self._sampled, None
+        for _, dataset in [] if kept is None else kept.datasets:
             dataset.close()
-        self._sampled.datasets.clear()
