@@ -1110,7 +1110,7 @@ class Table:
         """
         self._engine.check_open()
         options = {"windows": windows, "seed": seed, "device": device}
-        batch: dict[str, Any] = provided("sample")(self, batch_size, options)
+        batch: dict[str, Any] = provided("sample")(self, batch_size, options, self._engine.sampled)
         return batch
 
     def final(self, index: int) -> dict[str, torch.Tensor] | None:
