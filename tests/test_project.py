@@ -59,7 +59,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "storage": frozenset({"llvmlite", "msgpack"}),
     "top": frozenset({"rich"}),
     "transport": frozenset({"nixl", "ucp", "ucxx"}),
-    "utils": frozenset({"rich"}),
+    "utils": frozenset({"fsspec", "rich"}),
 }
 IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 
@@ -67,6 +67,7 @@ IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 LOADED_ON_DEMAND = (
     "PIL",
     "av",
+    "fsspec",
     "gymnasium",
     "h5py",
     "lightning",
