@@ -56,7 +56,7 @@ from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
 from gear_loader.utils.checks import at_least, flag, one_of
 from gear_loader.utils.device_option import check_device, device_of
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import is_address, path_or_address
 from gear_loader.utils.provided import provided
 
 if TYPE_CHECKING:
@@ -318,9 +318,9 @@ class Table:
                 files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
                 link; or another save into it is running. The previous checkpoint is unchanged.
         """
-        path = local_path(path)
+        path = path_or_address(path)
         disk = self._engine.disk
-        if disk is not None and disk.writes_to(path):
+        if disk is not None and not is_address(path) and disk.writes_to(path):
             disk.flush()
             return
         provided("save")(self, path, progress=progress)
@@ -381,7 +381,7 @@ class Table:
             progress=progress,
             device=device,
         )
-        table: Table = provided("load")(cls, local_path(path), options)
+        table: Table = provided("load")(cls, path_or_address(path), options)
         return table
 
     @classmethod

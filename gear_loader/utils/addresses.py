@@ -19,6 +19,8 @@ from gear_loader.utils.paths import is_address
 
 DEADLINE_SECONDS = 60.0
 """A request that fails is repeated for this long."""
+REQUEST_SECONDS = 30.0
+"""Most that one try takes."""
 BLOCK_BYTES = 4 << 20
 """What an open file reads at a time."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 8.0
@@ -81,13 +83,19 @@ def file_system(address: str, error: type[GearError] = CheckpointError) -> tuple
 
 
 def repeated(
-    attempt: Callable[[], _Result], address: str, what: str, error: type[GearError] = CheckpointError
+    attempt: Callable[[], _Result],
+    address: str,
+    what: str,
+    error: type[GearError] = CheckpointError,
+    *,
+    from_failure: bool = False,
 ) -> _Result:
     """Make a request, again for `DEADLINE_SECONDS` while the store fails or is busy.
 
     Args:
         attempt: makes the request; called with nothing.
         what: what is done with the address, such as "read", for the error.
+        from_failure: whether the time counts from the first failure on, of what takes long.
 
     Raises:
         FileNotFoundError: there is nothing at the address.
@@ -103,6 +111,8 @@ def repeated(
         except GearError:
             raise
         except Exception as problem:
+            if from_failure and tries == 1:
+                began = time.monotonic()
             seconds = time.monotonic() - began
             pause = min(_FIRST_PAUSE * 2 ** (tries - 1), _LONGEST_PAUSE) * random.uniform(0.5, 1)
             if not _is_transient(problem):
@@ -118,13 +128,13 @@ def repeated(
         time.sleep(pause)
 
 
-def call(system: Any, method: str, *given: Any, seconds: float = DEADLINE_SECONDS, **options: Any) -> Any:
-    """Call a method of a file system; after `seconds` a TimeoutError, where the file system is asynchronous."""
+def call(system: Any, method: str, *given: Any, **options: Any) -> Any:
+    """Call a method of a file system; after `REQUEST_SECONDS` a TimeoutError, where the file system is asynchronous."""
     if not getattr(system, "async_impl", False):
         return getattr(system, method)(*given, **options)
     from fsspec.asyn import sync
 
-    return sync(system.loop, getattr(system, f"_{method}"), *given, timeout=seconds, **options)
+    return sync(system.loop, getattr(system, f"_{method}"), *given, timeout=REQUEST_SECONDS, **options)
 
 
 def _shown(problem: BaseException) -> str:

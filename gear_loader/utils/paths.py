@@ -19,6 +19,11 @@ def is_address(path: object) -> bool:
     return isinstance(path, str) and _ADDRESS.match(path) is not None and _LOCAL.match(path) is None
 
 
+def path_or_address(path: str | os.PathLike[str]) -> str:
+    """Return an address as it is, and else what `local_path` returns."""
+    return str(path) if is_address(path) else local_path(path)
+
+
 def local_path(
     path: str | os.PathLike[str], error: type[GearError] = CheckpointError, what: str = "The path"
 ) -> str:
