@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.directory import Directory, readable
 from gear_loader.checkpoint.json_file import LARGEST_BYTES
 from gear_loader.checkpoint.names import PART
 from gear_loader.checkpoint.open_files import FileToRead, NewFile
@@ -135,9 +135,14 @@ class Bucket(Directory):
         return size
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Bytes of objects."""
+        """Bytes of objects that a checkpoint must have."""
+
+        def ask(name: str) -> int:
+            with readable(self.at(name)):
+                return self._ask(name)
+
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            return list(pool.map(self._ask, names))
+            return list(pool.map(ask, names))
 
     def size_of(self, name: str) -> int:
         """Bytes of an object, which this asks for once."""

@@ -251,10 +251,14 @@ class Directory:
         return True
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Bytes of regular files, or of links to some; -1 of anything else."""
+        """Bytes of files that a checkpoint must have, or of links to some; -1 of anything else.
+
+        Raises:
+            CheckpointError: one is missing.
+        """
         found = []
         for name in names:
-            with named(self.at(name)):
+            with readable(self.at(name)):
                 info = os.stat(name, dir_fd=self.fd)
             found.append(info.st_size if stat.S_ISREG(info.st_mode) else -1)
         return found

@@ -178,8 +178,7 @@ def check_files(directory: Directory, segment: Segment, schema: Schema, *, check
     """
     with directory.child_to_load(segment.folder) as folder:
         columns = stored_columns(schema)
-        with readable(folder.path):
-            sizes = folder.sizes([column_file(name) for name in columns])
+        sizes = folder.sizes([column_file(name) for name in columns])
         for (name, column), size in zip(columns.items(), sizes, strict=True):
             path, expected = folder.at(column_file(name)), segment.bytes(name, column)
             if size != expected:

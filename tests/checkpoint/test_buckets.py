@@ -315,3 +315,17 @@ def test_large_columns_are_uploaded_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     table.add({"x": np.zeros((20, 1 << 20), np.uint8)})
     table.save(ADDRESS)
     assert max(blocks) == (20 << 20) + 4096
+
+
+def test_a_replay_buffer_is_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    buffer = gear.ReplayBuffer(100, batch_size=4, device="cpu")
+    for turn in range(2):
+        for step in range(10):
+            obs, following = np.full((2, 2), [[step], [step + 1]], np.float32)
+            buffer.add(obs, turn, 1.0, following, terminated=step == 9, truncated=False)
+        buffer.save(ADDRESS)
+    assert len(gear.ReplayBuffer.load(ADDRESS, batch_size=4, device="cpu")) == 20
+    with pytest.raises(CheckpointError, match=r"memory://runs/two/buffer\.json cannot be read"):
+        gear.ReplayBuffer.load("memory://runs/two")
+    assert not os.listdir(tmp_path)
