@@ -31,6 +31,7 @@ _LATER = (408, 425, 429)  # below 500, these alone are repeated
 # What lies below the stores' file systems raises errors that are no OSError: aiohttp, botocore, requests, gcsfs, Azure.
 _OF_CONNECTIONS = {
     "ClientError",
+    "ConnectionError",
     "HTTPClientError",
     "HTTPException",
     "HttpError",
