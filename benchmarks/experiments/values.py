@@ -159,8 +159,8 @@ def _measured(session: Session, part: Part, columns: int, folder: Path) -> None:
     elif part is VIDEO:
         large, small = _video(folder / "large", 2 if quick else 12), _video(folder / "small", 1)
     else:
-        large = _images(folder / "large", 24 if quick else 256, 96 if quick else 4096)
-        small = _images(folder / "small", 24, 96)
+        large = _images(folder / "large", 96 if quick else 1024)
+        small = _images(folder / "small", 96)
     with _built(session, part, label, {"large": large, "small": small}) as built:
         for batch, window in part.settings:
             shown = f"{label}, batches of {batch}" + (f" x {window}" if window > 1 else "")
@@ -278,19 +278,18 @@ def _spec(folder: Path, **spec: Any) -> Path:
     return folder
 
 
-def _images(folder: Path, distinct: int, count: int) -> Path:
+def _images(folder: Path, count: int) -> Path:
     """Jpegs, and what they are decoded to; see `benchmarks.peers.values.Data`."""
     import simplejpeg
 
     folder.mkdir()
     made = np.random.default_rng(SEED)
-    each = [simplejpeg.encode_jpeg(photograph(made), 90, colorsubsampling="420") for _ in range(distinct)]
+    each = [simplejpeg.encode_jpeg(photograph(made), 90, colorsubsampling="420") for _ in range(count)]
     ends = np.cumsum([len(blob) for blob in each])
     (folder / "blobs").write_bytes(b"".join(each))
     np.save(folder / "ends.npy", ends)
     np.save(folder / "expected.npy", np.stack([simplejpeg.decode_jpeg(blob) for blob in each]))
-    payload = sum(len(each[number % distinct]) for number in range(count))
-    return _spec(folder, kind="images", count=count, payload=payload)
+    return _spec(folder, kind="images", count=count, payload=int(ends[-1]))
 
 
 def _video(folder: Path, clips: int) -> Path:

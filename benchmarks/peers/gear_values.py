@@ -76,7 +76,7 @@ class Jpegs(_Named):
             numbers = np.arange(first, first + STEPS)
             images = blobs[first : first + STEPS]
             if self.codec is None:
-                images = self.data.expected[numbers % len(self.data.expected)]
+                images = np.array(self.data.expected[first : first + STEPS])
             table.add({"image": images, "number": numbers})
 
     def rows(self, batch: Any) -> Iterator[tuple[int, list[np.ndarray]]]:

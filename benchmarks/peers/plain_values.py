@@ -21,8 +21,7 @@ class Saved(values.Subject):
     """Decoded images in one tensor, by `torch.save`; a batch is an index into the mapped file."""
 
     def fill(self) -> None:
-        numbers = np.arange(self.data.count) % len(self.data.expected)
-        torch.save(torch.from_numpy(self.data.expected[numbers]), self.place)
+        torch.save(torch.from_numpy(np.array(self.data.expected)), self.place)
 
     def open(self, batch: int, window: int, workers: int) -> Iterator[Any]:
         self.store = torch.load(self.place, mmap=True, weights_only=True)

@@ -32,9 +32,9 @@ class Data:
     ::
 
         spec.json      kind: "images", "video" or "tokens"; further entries are attributes
-        blobs, ends    images: jpegs one after another, and where they end, int64 [distinct]; value i is number
-                       i % distinct. video: clips.mp4, of `clips` with `steps` frames each, at 30 a second
-        expected.npy   uint8 [distinct or frames, h, w, 3]: what they are decoded to
+        blobs, ends    images: jpegs one after another, and where they end, int64 [count]
+        clips.mp4      video: of `clips` with `steps` frames each, at 30 a second; also frames.npy, before encoding
+        expected.npy   uint8 [count, h, w, 3]: what they are decoded to
         lengths.npy    tokens: int64 [count]
 
     Attributes:
@@ -55,10 +55,9 @@ class Data:
             self.expected = np.load(self.folder / "expected.npy", mmap_mode="r")
 
     def blobs(self) -> list[bytes]:
-        """The jpegs, of all values."""
+        """The jpegs."""
         whole, ends = (self.folder / "blobs").read_bytes(), np.load(self.folder / "ends.npy").tolist()
-        each = [whole[begin:end] for begin, end in itertools.pairwise([0, *ends])]
-        return [each[number % len(each)] for number in range(self.count)]
+        return [whole[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def tokens(self, column: int, number: int) -> np.ndarray:
         """A sequence in one column, int32: the numbers of its steps, counted from that of the column."""
@@ -82,7 +81,7 @@ class Data:
         if self.kind == "tokens":
             expected = [self.tokens(column, number) for column in range(len(values))]
         elif self.kind == "images":
-            expected = [self.expected[number % len(self.expected)]]
+            expected = [self.expected[number]]
         else:
             first = number - number % self.steps
             before = range(number - len(values) + 1, number + 1)
