@@ -215,7 +215,7 @@ class Worker(source.Worker):
                 reader.join()
 
 
-def _received(pipe: Any, patience: float = 120.0) -> Any:
+def _received(pipe: Any, patience: float = 240.0) -> Any:
     if not pipe.poll(patience):
         raise ValueError(f"a reader took {patience:.0f} s")
     return pipe.recv()
@@ -228,7 +228,7 @@ def _reader(kind: Any, pipe: Any, small: list[str], large: list[str], batch: int
             subject = kind(Data(folder), Path(place))
             batches = subject.open(batch, window, 0)
             most = -(-subject.data.count // (batch * window))
-            for one in itertools.islice(batches, 2 * most):
+            for one in itertools.islice(batches, most):
                 for _, values in subject.rows(one):
                     for each in values:  # which could be a view of a file
                         each.sum()

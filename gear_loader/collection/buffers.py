@@ -249,7 +249,7 @@ class Buffers:
             self.references = BatchReferences(self.batch)
         return self.rows(count)
 
-    def records(self, count: int, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+    def some(self, count: int, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
         """The windows of these names of the batch of `count` rows that was gathered last; views of the buffers."""
         shown = self.rows(count)
         return {name: shown[name] for name in names}

@@ -96,7 +96,7 @@ class TableSource:
         )
         others = {name: each for name, each in mover.ragged.items() if name not in grouped}
         records_alone = not grouped and only_records(self.only, others)
-        shown = buffers.records(count, others) if records_alone else buffers.rows(count)
+        shown = buffers.some(count, others) if records_alone else buffers.rows(count)
         buffers.ragged = read_ragged(self.only, others, shown, pinned=mover.pinned)
         if grouped:
             leaders = torch.from_numpy(buffers.leaders)

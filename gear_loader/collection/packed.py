@@ -330,7 +330,7 @@ class PackedBuffers(Buffers):
         shown, size = (self.steps, self.total) if name in self.layout.steps else (self.once, count)
         return shown.shown[name].narrow(0, 0, size)
 
-    def records(self, count: int, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+    def some(self, count: int, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
         return {name: self._window(name, count) for name in names}
 
     def measured(self, spans: Array) -> None:

@@ -141,7 +141,7 @@ def _measure(records, row_bytes, first, end, on_disk, offsets) -> int:  # type: 
 @compiled
 def measure_values(records, row_bytes, first, end, on_disk, offsets) -> int:  # type: ignore[no-untyped-def]
     """See `_measure`."""
-    return _measure(records, row_bytes, first, end, on_disk, offsets)
+    return int(_measure(records, row_bytes, first, end, on_disk, offsets))
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -197,7 +197,7 @@ def _read(base, end, first, records, row_bytes, on_disk, skip, size, out) -> int
 @compiled
 def read_values(base, end, first, records, row_bytes, on_disk, skip, size, out) -> int:  # type: ignore[no-untyped-def]
     """See `_read`."""
-    return _read(base, end, first, records, row_bytes, on_disk, skip, size, out)
+    return int(_read(base, end, first, records, row_bytes, on_disk, skip, size, out))
 
 
 COLUMN_RECORDS, COLUMN_COUNT, COLUMN_ROW_BYTES, COLUMN_OUT, COLUMN_WIDTH = 0, 1, 2, 3, 4

@@ -193,7 +193,7 @@ class PayloadReader:
             dtype=np.int64,
         )
         counts = [each.numel() // 2 + 1 for _, each in columns]
-        given = {"device": "cpu", "pin_memory": pinned}
+        given: dict[str, Any] = {"device": "cpu", "pin_memory": pinned}
         offsets = torch.empty(sum(counts), dtype=torch.int64, **given)
         bounds = offsets.numpy()
         self._check(int(measure_columns(places, FIRST, self._end, bounds)))
