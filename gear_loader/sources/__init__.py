@@ -13,8 +13,12 @@ from gear_loader.sources.arrow_sources import read_arrow, read_hf, read_parquet,
 from gear_loader.sources.environment import collect, collect_iter
 from gear_loader.sources.episodes import Episode, EpisodeReader, infer_schema
 from gear_loader.sources.hdf5 import read_hdf5
+from gear_loader.sources.lerobot import read_lerobot
 from gear_loader.sources.minari import read_minari
 from gear_loader.sources.named import register
+from gear_loader.sources.replay_zarr import read_zarr
+from gear_loader.sources.rlds import read_rlds
+from gear_loader.sources.robomimic import read_robomimic
 from gear_loader.sources.source_loading import load
 
 __all__ = [
@@ -27,8 +31,12 @@ __all__ = [
     "read_arrow",
     "read_hdf5",
     "read_hf",
+    "read_lerobot",
     "read_minari",
     "read_parquet",
+    "read_rlds",
+    "read_robomimic",
     "read_rows",
+    "read_zarr",
     "register",
 ]

@@ -26,8 +26,12 @@ _OPENERS: dict[str, Callable[..., Any] | str] = {
     "arrow": "arrow_sources:read_arrow",
     "hdf5": "hdf5:read_hdf5",
     "hf": "arrow_sources:read_hf",
+    "lerobot": "lerobot:read_lerobot",
     "minari": "minari:read_minari",
     "parquet": "arrow_sources:read_parquet",
+    "rlds": "rlds:read_rlds",
+    "robomimic": "robomimic:read_robomimic",
+    "zarr": "replay_zarr:read_zarr",
 }
 _SUFFIXES = {".arrow": "arrow", ".feather": "arrow", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet"}
 _LOAD = frozenset(inspect.signature(load).parameters) - {"source", "table"}
