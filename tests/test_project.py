@@ -67,6 +67,7 @@ IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 LOADED_ON_DEMAND = (
     "PIL",
     "av",
+    "datasets",
     "gymnasium",
     "h5py",
     "lightning",
@@ -76,6 +77,7 @@ LOADED_ON_DEMAND = (
     "msgpack",
     "mujoco",
     "nixl",
+    "pyarrow",
     "pytorch_lightning",
     "ray",
     "rich",

@@ -16,10 +16,12 @@ from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.lerobot import read_lerobot
 from gear_loader.sources.minari import read_minari
 from gear_loader.sources.named import register
+from gear_loader.sources.npz import read_npz
 from gear_loader.sources.replay_zarr import read_zarr
 from gear_loader.sources.rlds import read_rlds
 from gear_loader.sources.robomimic import read_robomimic
 from gear_loader.sources.source_loading import load
+from gear_loader.sources.webdataset import read_webdataset
 
 __all__ = [
     "Episode",
@@ -33,10 +35,12 @@ __all__ = [
     "read_hf",
     "read_lerobot",
     "read_minari",
+    "read_npz",
     "read_parquet",
     "read_rlds",
     "read_robomimic",
     "read_rows",
+    "read_webdataset",
     "read_zarr",
     "register",
 ]

@@ -145,10 +145,12 @@ def leaf_array(array: Any, leaf: Leaf) -> Any:
 
 
 def stored_array(array: Any) -> Any:
-    """The array under an extension type or a dictionary."""
+    """The array under an extension type or a dictionary of numbers. Others stay, however often an entry is repeated."""
+    types = require("pyarrow", _PURPOSE).types
     if hasattr(array.type, "storage_type"):
         return stored_array(array.storage)
-    return array.dictionary_decode() if hasattr(array, "dictionary_decode") else array
+    numbers = types.is_dictionary(array.type) and types.is_primitive(array.type.value_type)
+    return array.dictionary_decode() if numbers else array
 
 
 def inner_of(array: Any, place: Place) -> tuple[Any, np.ndarray]:
@@ -218,7 +220,7 @@ class Scan:
         self._bytes += _text_bytes(array)
         if self._leaf.kind != "image" or "" in self._formats:
             return
-        for value in array:
+        for value in getattr(array, "dictionary", array):
             blob = value.as_buffer()
             name = _MAGIC.get(bytes(blob[:4]), _MAGIC.get(bytes(blob[:3]), ""))
             self._formats.add(name)
@@ -271,9 +273,21 @@ def _text_bytes(array: Any) -> int:
     pa, pc = require("pyarrow", _PURPOSE), require("pyarrow.compute", _PURPOSE)
     if not len(array):
         return 0
+    if pa.types.is_dictionary(array.type):
+        each = pc.cast(pc.binary_length(array.dictionary), pa.int64())
+        return int(pc.sum(pc.take(each, array.indices)).as_py() or 0)
     if pa.types.is_fixed_size_binary(array.type):
         return int(array.type.byte_width) * len(array)
     return int(pc.sum(pc.cast(pc.binary_length(array), pa.int64())).as_py() or 0)
+
+
+def _listed(array: Any) -> list[Any]:
+    """Text or bytes; the same object for each entry of a dictionary."""
+    if not hasattr(array, "dictionary"):
+        found: list[Any] = array.to_pylist()
+        return found
+    entries = array.dictionary.to_pylist()
+    return [entries[i] for i in array.indices.to_pylist()]
 
 
 def _image_size(name: str, blob: memoryview) -> tuple[int, ...] | None:
@@ -325,11 +339,11 @@ def values_of(array: Any, leaf: Leaf, column: Column, place: Place, *, allow_non
     if leaf.kind == "str":
         refuse_nulls(array, place)
         try:
-            return array.to_pylist()
+            return _listed(array)
         except UnicodeDecodeError as error:
             raise SourceError(f"{place(None)} is no valid UTF-8: {error}.") from error
     if leaf.kind in ("bytes", "image"):
-        return bytes_of(array, leaf, place).to_pylist()
+        return _listed(bytes_of(array, leaf, place))
     owner: np.ndarray | None = None  # the row of each number
     lengths: np.ndarray | None = None
     shape = () if leaf.kind == "number" else _shape_of(column)

@@ -46,7 +46,16 @@ def readable(source: str) -> Iterator[None]:
         yield
     except SourceError:
         raise
-    except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, RuntimeError) as error:
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        KeyError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        OverflowError,
+    ) as error:
         raise SourceError(
             f"{source} cannot be read: {type(error).__name__}: {error}. It is damaged, or was not written to its end: "
             "fetch or write it again."
@@ -119,32 +128,27 @@ def parquet_rows(pattern: Any) -> Rows:
     """Rows of Parquet files."""
     parquet = require("pyarrow.parquet", _PURPOSE)
 
-    def read(path: str, columns: Sequence[str]) -> Iterator[Any]:
+    def texts(path: str) -> list[str]:
         with parquet.ParquetFile(path) as file:
-            size = _rows_at_once(file, columns)
-            yield from file.iter_batches(batch_size=size, columns=list(columns), use_threads=False)
+            schema = file.schema
+            each = [schema.column(i) for i in range(len(schema))]
+            return [leaf.path for leaf in each if leaf.physical_type == "BYTE_ARRAY"]
+
+    def read(path: str, columns: Sequence[str]) -> Iterator[Any]:
+        # An entry of a dictionary may be large, and often repeated: it stays one.
+        with parquet.ParquetFile(path, read_dictionary=texts(path)) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
+            size = max(1, min(_MOST_ROWS, int(READ_BYTES / max(row, 1.0))))
+            options = {"batch_size": size, "columns": list(columns), "use_threads": False}
+            for number in range(len(groups)):  # each has its own dictionary
+                yield from file.iter_batches(row_groups=[number], **options)
 
     def schema(path: str) -> Any:
         with parquet.ParquetFile(path) as file:
             return file.schema_arrow
 
     return FileRows(files_of(pattern, (".parquet", ".pq")), schema, read)
-
-
-def _rows_at_once(file: Any, columns: Sequence[str]) -> int:
-    """Rows of `READ_BYTES`, however often an entry of a dictionary is repeated in them."""
-    metadata, fewest = file.metadata, _MOST_ROWS
-    names = set(columns)
-    for g in range(metadata.num_row_groups):
-        group, row = metadata.row_group(g), 0.0
-        for c in range(group.num_columns):
-            chunk = group.column(c)
-            if chunk.path_in_schema.partition(".")[0] not in names:
-                continue
-            long = chunk.physical_type == "BYTE_ARRAY" and chunk.has_dictionary_page
-            row += chunk.total_uncompressed_size / (8 if long else max(group.num_rows, 1))
-        fewest = min(fewest, int(READ_BYTES / max(row, 1.0)))
-    return max(fewest, 1)
 
 
 def arrow_rows(pattern: Any) -> Rows:

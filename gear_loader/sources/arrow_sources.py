@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.arrow_episodes import EpisodeRows, StepRows
-from gear_loader.sources.arrow_rows import DatasetRows, Rows, arrow_rows, object_rows, parquet_rows
+from gear_loader.sources.arrow_rows import DatasetRows, Rows, arrow_rows, object_rows, parquet_rows, readable
 from gear_loader.sources.episodes import Columns, EpisodeReader, listing
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import flag, one_of
@@ -94,9 +94,10 @@ def _episodes(
         "keep_float64": keep_float64,
         "allow_nonfinite": allow_nonfinite,
     }
-    if rows == "episodes":
-        return EpisodeRows(source, per_trajectory, **options)
-    return StepRows(source, episode, step, per_trajectory, **options)
+    with readable(source.source):
+        if rows == "episodes":
+            return EpisodeRows(source, per_trajectory, **options)
+        return StepRows(source, episode, step, per_trajectory, **options)
 
 
 _DEFAULTS = {

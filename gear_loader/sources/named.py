@@ -28,12 +28,23 @@ _OPENERS: dict[str, Callable[..., Any] | str] = {
     "hf": "arrow_sources:read_hf",
     "lerobot": "lerobot:read_lerobot",
     "minari": "minari:read_minari",
+    "npz": "npz:read_npz",
     "parquet": "arrow_sources:read_parquet",
     "rlds": "rlds:read_rlds",
     "robomimic": "robomimic:read_robomimic",
+    "webdataset": "webdataset:read_webdataset",
     "zarr": "replay_zarr:read_zarr",
 }
-_SUFFIXES = {".arrow": "arrow", ".feather": "arrow", ".h5": "hdf5", ".hdf5": "hdf5", ".parquet": "parquet"}
+_SUFFIXES = {
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+    ".npz": "npz",
+    ".parquet": "parquet",
+    ".tar": "webdataset",
+    ".zarr": "zarr",
+}
 _LOAD = frozenset(inspect.signature(load).parameters) - {"source", "table"}
 _SHARED = frozenset(
     {"columns", "keep_float64", "allow_nonfinite", "max_trajectories", "download", "per_trajectory"}

@@ -35,6 +35,7 @@ from gear_loader.storage.payload import needed_bytes
 from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.ragged_input import with_records
 from gear_loader.storage.schema import Column, Schema, as_mapping
+from gear_loader.storage.statistics import StatisticsOf
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import byte_count, flag
@@ -59,6 +60,7 @@ def load(
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
     filter: Callable[[Mapping[str, Any]], bool] | None = None,
+    statistics: bool = False,
     payload: int | str | None = None,
     download: bool = False,
     progress: bool = True,
@@ -86,8 +88,9 @@ def load(
         source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
             id or its directory (see `read_minari`); a reader that one of these two returned, with options of
             its own; or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them, or a
-            TensorDict. Rows that are time steps (of a DataFrame, of most data sets of Hugging Face) are refused as far
-            as they can be told: cut them at the episodes, ``load([rows[start:end] for start, end in bounds])``.
+            TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
+            arrays of uneven lengths become columns of any length. Rows that are time steps (of a DataFrame, of most
+            data sets of Hugging Face) are refused as far as they can be told: `read_rows` cuts them.
         table: the table to add to; None makes one.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes the
             table's columns, or without a table the source's standard ones (all of an iterable's).
@@ -103,6 +106,7 @@ def load(
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
         filter: takes the episodes for which it returns True: a function of an `Episode`, with the columns as the table
             names them. Files are then read twice, to know the size of the table.
+        statistics: whether to gather statistics of what is added: `Table.statistics`, saved with the table.
         payload: bytes for values of any length in the table made here, an int or a text such as ``"4GiB"``. By default
             as many as they take; files are then read twice, unless they tell it.
         download: fetch the Minari data set of this id if it is not on this machine.
@@ -135,7 +139,8 @@ def load(
         "keep_float64": flag("keep_float64", keep_float64),
         "allow_nonfinite": flag("allow_nonfinite", allow_nonfinite),
     }
-    for option, value in (("final", final), ("download", download), ("progress", progress)):
+    flags = {"final": final, "download": download, "progress": progress, "statistics": statistics}
+    for option, value in flags.items():
         flag(option, value)
     if filter is not None and not callable(filter):
         raise SourceError(f"filter= is {shown(filter)}; expected a function of an episode, or None.")
@@ -164,10 +169,10 @@ def load(
     lengths = reader.lengths[:max_trajectories]
     if table is not None:
         check_fit(reader, lengths, table)
-        return _fill(table, reader, lengths, priority, progress)
+        return _fill(table, reader, lengths, priority, progress, statistics)
     table = _table_for(reader, lengths, final, block_steps, payload, name, progress)
     try:
-        return _fill(table, reader, lengths, priority, progress)
+        return _fill(table, reader, lengths, priority, progress, statistics)
     except BaseException:
         table.close()
         if name is not None:
@@ -298,6 +303,8 @@ def _open(
         return read_minari(source, **options, download=download)
     if _is_minari(source):
         return read_minari(source, **options)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Iterable):
+        source = map(source.__getitem__, range(len(source)))  # a map-style data set of torch
     if (
         isinstance(as_mapping(source), Mapping)
         or not isinstance(source, Iterable)
@@ -316,7 +323,14 @@ def _is_minari(source: Any) -> bool:
     return hasattr(source, "storage") and hasattr(source, "iterate_episodes")
 
 
-def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: float, progress: bool) -> Table:
+def _fill(
+    table: Table,
+    reader: EpisodeReader,
+    lengths: np.ndarray,
+    priority: float,
+    progress: bool,
+    statistics: bool,
+) -> Table:
     # Episodes in memory are added at once, so that they become visible at the same moment.
     most = None if isinstance(reader, IterableReader) else LOAD_BYTES
     total = int(lengths.sum())
@@ -327,6 +341,7 @@ def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: fl
                 del episode
                 advance(int(length))
     added: list[np.ndarray] = []
+    gathered = StatisticsOf(table.schema.added) if statistics else None
     try:
         with progress_bar("Loading", total, unit="steps", enabled=progress) as (advance, _):
             episodes = _advancing(fitted_episodes(reader, table), lengths, advance)
@@ -334,6 +349,8 @@ def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: fl
             for piece in _pieces(episodes, most):
                 with _in_source(reader, first):
                     added.append(_add(table, piece, priority))
+                if gathered is not None:
+                    gathered.add(piece)
                 first += len(piece)
     except BaseException:
         if added:
@@ -341,6 +358,8 @@ def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: fl
             mine = np.unique(np.concatenate(added))
             table.remove(mine[np.isin(mine, table.indices())])
         raise
+    if gathered is not None:
+        table._engine.statistics = gathered.result()
     return table
 
 

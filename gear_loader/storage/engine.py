@@ -42,6 +42,7 @@ from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_rules import OnFull, Rules
 from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_priorities
@@ -85,6 +86,7 @@ class Engine:
     ) -> None:
         self.region = region
         self.disk: DiskWriter | None = None
+        self.statistics: Statistics | None = None
         self._index: Index | None = Index(region)
         self.device = None if region.device_memory is None else region.device_memory.device
         self._tier_reader: TierReader | None = None

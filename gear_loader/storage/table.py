@@ -48,6 +48,7 @@ from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_layout import table_layout
 from gear_loader.storage.table_rules import Limits, OnFull, Rules, check_on_full, check_seconds
@@ -94,6 +95,12 @@ class Table:
     def on_full(self) -> OnFull:
         """Policy of additions through this handle to a full table."""
         return self._engine.on_full
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Statistics of the columns, of what the last ``load_dataset(..., statistics=True)`` of this process has added,
+        or of the checkpoint that the table was loaded from; None if there are none."""
+        return self._engine.statistics
 
     # ---------------------------------------------------------------- create, attach, close
 

@@ -64,9 +64,10 @@ def test_lerobot_equals_the_owners_reading(name: str) -> None:
     with gear.load_dataset(f"lerobot:{DATA / name}", progress=False) as table:
         video = table.schema["observation.images.top"]
         assert video == gear.Column(torch.uint8, (64, 64, 3), codec="video")
-        assert table.schema["observation.images.wrist"].ragged == gear.Column(
-            torch.uint8, (64, 64, 3), codec="png"
-        ).ragged
+        assert (
+            table.schema["observation.images.wrist"].ragged
+            == gear.Column(torch.uint8, (64, 64, 3), codec="png").ragged
+        )
         assert table.schema["task"] == gear.Column(str, per="trajectory")
         assert "frame_index" not in table.schema
         for number in range(3):
@@ -78,7 +79,9 @@ def test_lerobot_equals_the_owners_reading(name: str) -> None:
                     values = values.permute(0, 3, 1, 2)[:, :, ::4, ::4]
                 assert values.numpy().dtype == wanted.dtype
                 np.testing.assert_array_equal(values.numpy(), wanted)
-        batch = table.gather([1, 2], [1, 0], windows={"observation.images.top": gear.Window(2, -1, pad="edge")})
+        batch = table.gather(
+            [1, 2], [1, 0], windows={"observation.images.top": gear.Window(2, -1, pad="edge")}
+        )
         frames = [expected[f"{e}/observation.images.top"][[0, at]] for e, at in ((1, 1), (2, 0))]
         found = batch["observation.images.top"].permute(0, 1, 4, 2, 3)[..., ::4, ::4]
         np.testing.assert_array_equal(found.numpy(), np.stack(frames))
@@ -141,7 +144,9 @@ def test_videos_that_cannot_be_cut_are_encoded_anew(copy: Callable[[str], Path],
     root = copy("lerobot21")
     path = root / "videos/chunk-000/observation.images.top/episode_000000.mp4"
     y, x = np.mgrid[:64, :64]
-    frames = np.stack([np.repeat((40 + 30 * t + y + x // 2)[..., None], 3, -1) for t in range(5)]).astype(np.uint8)
+    frames = np.stack([np.repeat((40 + 30 * t + y + x // 2)[..., None], 3, -1) for t in range(5)]).astype(
+        np.uint8
+    )
     encode(path, frames, bf="2", g="20", crf="5", **{"b-adapt": "0"})
     with av.open(str(path)) as container:
         times = [packet.pts for packet in container.demux(video=0) if packet.pts is not None]
@@ -153,7 +158,9 @@ def test_videos_that_cannot_be_cut_are_encoded_anew(copy: Callable[[str], Path],
         assert (table[0]["observation.images.top"].numpy().astype(int) - frames).__abs__().mean() < 3
         assert table[1]["observation.images.top"].shape == (3, 64, 64, 3)
     encode(path, frames[:4], bf="0", g="20")
-    with pytest.raises(SourceError, match=r"episode 0, .* step 4 is at 0.4000 s, and the nearest frame is at 0.3000 s"):
+    with pytest.raises(
+        SourceError, match=r"episode 0, .* step 4 is at 0.4000 s, and the nearest frame is at 0.3000 s"
+    ):
         list(reader)
     encode(path, np.zeros((5, 32, 64, 3), np.uint8))
     with pytest.raises(SourceError, match=r"episode 0, .* frames of 32 x 64; expected \[64, 64, 3\]"):
@@ -232,7 +239,9 @@ def test_rlds_equals_the_owners_reading() -> None:
             for number, raw in enumerate(reader):
                 episode, place = table[number], f"{split}/{number}"
                 assert episode.pop("episode_metadata.file_path").encode() == expected[f"{place}/metadata"][0]
-                assert episode.pop("episode_metadata.offset").tolist() == expected[f"{place}/offset"][0].tolist()
+                assert (
+                    episode.pop("episode_metadata.offset").tolist() == expected[f"{place}/offset"][0].tolist()
+                )
                 marks = episode.pop("observation.marks")
                 np.testing.assert_array_equal(marks.values.numpy(), expected[f"{place}/observation.marks"])
                 assert np.diff(marks.offsets).tolist() == expected[f"{place}/observation.marks.rows"].tolist()
@@ -293,7 +302,9 @@ def test_hostile_records_of_rlds(copy: Callable[[str], Path]) -> None:
     for _ in range(300):
         damaged = bytearray(record)
         for _ in range(source.randrange(1, 4)):
-            damaged[source.randrange(len(record))] = source.choice([0, 1, 127, 128, 255, source.randrange(256)])
+            damaged[source.randrange(len(record))] = source.choice(
+                [0, 1, 127, 128, 255, source.randrange(256)]
+            )
         size = len(damaged).to_bytes(8, "little")
         shard.write_bytes(size + masked(size) + damaged + masked(bytes(damaged)))
         try:
