@@ -39,6 +39,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"distributed", "doctor"}),
     frozenset({"graph"}),
     frozenset({"integrations", "lightning", "top", "warmup"}),
+    frozenset({"exports"}),
+    frozenset({"look"}),
     frozenset({FRONT_DOOR, "cli"}),
     frozenset({"__main__"}),
 )
@@ -50,6 +52,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"safetensors", "xxhash"}),
     "collection": frozenset({"tensordict"}),
     "cli": frozenset({"psutil", "rich", "typer"}),
+    "look": frozenset({"markupsafe", "rich"}),
     "integrations": frozenset(
         {"gymnasium", "minari", "ray", "stable_baselines3", "tensordict", "tianshou", "torchrl"}
     ),
@@ -141,6 +144,7 @@ TABLE_NAMES = [
     "clear",
     "close",
     "create",
+    "export",
     "extend",
     "extend_as",
     "fill",

@@ -278,7 +278,7 @@ def collector_for(
 
     host, staged = on_host(arrays=True), only_host_gathers(tables[0].schema, windows)
     text = all(values.kind != "array" for values in host.ragged.values())
-    if tree or (staged and (text or tables[0]._engine.has_tier)):
+    if tree or (staged and (text or tables[0]._engine.has_tier or source.only is None)):
         zero_copy = False
     if zero_copy is None and here is not None:
         zero_copy = device == here

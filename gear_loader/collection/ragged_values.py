@@ -36,7 +36,7 @@ def read_ragged(
     for names in together.values():
         numbers = [batch[name].reshape(-1, 2).numpy() for name in names]
         shapes = [tuple(batch[name].shape[:-1]) for name in names]
-        slots = np.concatenate([_slots_of(batch, shape) for shape in shapes])
+        slots = batch["index"].numpy()[np.concatenate([rows_of(batch, shape) for shape in shapes])]
         records, shape = np.concatenate(numbers), shapes[0] if len(names) == 1 else (len(slots),)
         read = table._engine.payload.read(columns[names[0]], records, shape, slots=slots, pinned=pinned)
         if len(names) == 1:
@@ -50,9 +50,9 @@ def read_ragged(
     return found
 
 
-def _slots_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
-    """The slot of each value, int64 [n]."""
-    slots: Array = batch["index"].numpy()
-    if len(shape) == 1 and "cu_seqlens" in batch and shape[0] != len(slots):
-        return np.repeat(slots, batch["cu_seqlens"].diff().numpy())
-    return np.repeat(slots, math.prod(shape[1:]))
+def rows_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
+    """The row of each value of a window, int64 [n]."""
+    rows: Array = np.arange(len(batch["index"]))
+    if len(shape) == 1 and "cu_seqlens" in batch and shape[0] != len(rows):
+        return np.repeat(rows, batch["cu_seqlens"].diff().numpy())
+    return np.repeat(rows, math.prod(shape[1:]))

@@ -1,4 +1,4 @@
-"""Trajectories from elsewhere: environments, Minari data sets, D4RL-style HDF5 files.
+"""Trajectories from elsewhere: environments, data sets of many formats (`gear_loader.load_dataset`).
 
 ::
 

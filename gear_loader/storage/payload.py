@@ -194,6 +194,29 @@ class PayloadReader:
             if count <= len(pieces):
                 return pieces[:count], ends
 
+    def count_invalid(self, values: Values, records: Array) -> int:
+        """How many records, int64 [n, 2], name no memory for such values; of a table without a disk tier."""
+        offsets = np.empty(len(records) + 1, dtype=np.int64)
+        return int(measure_values(records, values.row_bytes, FIRST, self._end, False, offsets))
+
+    def located(self, values: Values, records: Array) -> tuple[Array, object]:
+        """The address of each value, int64 [n], while its trajectory may be read, of a table without a disk tier.
+
+        Returns:
+            Addresses; and what holds copies of values that lie in parts.
+
+        Raises:
+            CorruptTableError: a record names no memory of the table.
+        """
+        self._check(self.count_invalid(values, records))
+        addresses, split = self.address + records[:, 0], np.flatnonzero(records[:, 1] < 0)
+        rows = -records[split, 1]
+        copies: Array = np.empty(int(rows.sum()) * values.row_bytes, dtype=np.uint8)
+        if len(split):
+            self._check(self.copy(values, records[split], 0, int(rows.sum()), copies))
+            addresses[split] = copies.ctypes.data + (np.cumsum(rows) - rows) * values.row_bytes
+        return addresses, copies
+
     def _check_bytes(self, records: Array) -> None:
         offsets = np.empty(len(records) + 1, dtype=np.int64)
         self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, False, offsets)))

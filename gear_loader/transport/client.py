@@ -36,7 +36,7 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
 
 if TYPE_CHECKING:
-    from gear_loader.transport.spec import PackedSpec, WindowSpec
+    from gear_loader.transport.spec import AnySpec
 
 _T = TypeVar("_T")
 _LONGEST_WAIT = 1 << 31  # milliseconds
@@ -111,16 +111,14 @@ class Peer:
 
     # ---------------------------------------------------------------- requests
 
-    def fetch(
-        self, spec: WindowSpec | PackedSpec, *given: Array, out: Array, here: bool = False
-    ) -> Answer[Array]:
+    def fetch(self, spec: AnySpec, *given: Array, out: Array, here: bool = False) -> Answer[Array]:
         """Fetch windows of rows, or spans of steps, one after another.
 
         Args:
             spec: table and windows, or columns. Pass the same object for repeated fetches: each new one is sent to the
                 server.
-            given: int64 [n] each: slots, anchors, generations; of spans slots, first steps, generations, numbers of
-                steps.
+            given: int64 [n] each, as the `NAMES` of the spec's class say: slots, anchors, generations; of spans slots,
+                first steps, generations, numbers of steps.
             out: buffer of the reply, uint8 [reply_bytes or more], contiguous; may be pinned memory. Do not use it
                 before the future has its result. After an error the carrier may still write into it, so it must not be
                 reused; the peer keeps a reference until the connection is closed.
@@ -209,7 +207,11 @@ class Peer:
         deadline = self._timeout if seconds is None else seconds
         wait = deadline - min(1.0, deadline / 4) if wait is None else wait
         milliseconds = min(int(wait * 1e3), _LONGEST_WAIT)
-        request = Store(table, schema, lengths, ids, priorities, finals, again, ahead, before, milliseconds)
+        payload = (
+            0 if isinstance(rows, Stacked) or not schema.ragged else sum(each.value_bytes for each in rows)
+        )
+        said = again, ahead, before, milliseconds, payload
+        request = Store(table, schema, lengths, ids, priorities, finals, *said)
         parts = bulk_parts(request, rows)
 
         def finish(small: memoryview) -> Array:

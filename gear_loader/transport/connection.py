@@ -25,7 +25,7 @@ from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.queries import Query, open_query
 from gear_loader.transport.resources import OpenParts, Resources, Threads, aligned
 from gear_loader.transport.socket import AHEAD
-from gear_loader.transport.spec import PackedSpec, WindowSpec, read_spec
+from gear_loader.transport.spec import KINDS, read_spec
 from gear_loader.transport.store_message import OneStore, Store
 from gear_loader.transport.table_cache import AttachedTable
 from gear_loader.transport.wire import HEADER, Header, Kind, ProtocolError, check, pack_error, pack_header
@@ -86,7 +86,10 @@ class Connection:
         bulk = dict.fromkeys((Kind.STORE, Kind.FILL, Kind.SET), limits.store_bytes) | {Kind.PART: MOST_PART}
         kinds = [messages.MESSAGES[kind] for kind in sorted((*HANDLERS, *self._own))]
         self._allowed = {each.kind: (each.most(limits), bulk.get(each.kind, 0)) for each in kinds}
-        self._allowed[Kind.FETCH] = messages.FETCH.most() + 8 * PackedSpec.FIELDS * limits.rows, 0
+        self._allowed[Kind.FETCH] = (
+            messages.FETCH.most() + 8 * max(kind.FIELDS for kind in KINDS) * limits.rows,
+            0,
+        )
         self._allowed[Kind.BYE] = 0, 0
 
     async def run(self) -> None:
@@ -443,8 +446,9 @@ class Connection:
             fields = opened.spec.FIELDS
             if len(small) == _FETCH.size + 8 * fields * n:
                 return opened, np.ndarray((fields, n), np.int64, small.data, _FETCH.size)
-        # A spec that was refused may have been of either kind.
-        widths = [opened.spec.FIELDS] if isinstance(opened, Query) else [WindowSpec.FIELDS, PackedSpec.FIELDS]
+        # A spec that was refused may have been of any kind.
+        asked = (opened.spec,) if isinstance(opened, Query) else KINDS
+        widths = [each.FIELDS for each in asked]
         if n > self._limits.rows or len(small) not in [_FETCH.size + 8 * width * n for width in widths]:
             raise ProtocolError(
                 f"A message FETCH of {len(small):,} bytes has n {n:,}; expected at most {self._limits.rows:,}, and "

@@ -179,11 +179,12 @@ WELCOME = WireMessage(
 )
 
 OPEN = WireMessage(Kind.OPEN, number=u32, spec=_json)
-"""A `WindowSpec` or `PackedSpec`; replaces that of the same number."""
+"""A `WindowSpec`, `PackedSpec` or `ValueSpec`; replaces that of the same number."""
 OPENED = WireMessage(Kind.OPENED, number=u32)
 FETCH = WireMessage(Kind.FETCH, number=u32, n=u32.to("rows"), rows=Field("rest"))
-"""Rows: slots, anchors and generations; of a `PackedSpec` slots, first steps, generations and numbers of steps, each
-int64 [n]. REPLY has a bulk part only, as the spec lays it out."""
+"""Rows: slots, anchors and generations; of a `PackedSpec` slots, first steps, generations and numbers of steps; of a
+`ValueSpec` slots, first rows, generations, numbers of rows, and both words of records; each int64 [n]. REPLY has a bulk
+part only, as the spec lays it out."""
 
 STORE = WireMessage(
     Kind.STORE,
@@ -199,7 +200,8 @@ STORE = WireMessage(
     table=_name,
     schema=_json,
 )
-"""Bulk part: column after column, each from a multiple of 128 bytes on: the steps of one trajectory after another.
+"""Bulk part: column after column, each from a multiple of 128 bytes on: the steps of one trajectory after another. Then
+ragged values, see `ragged_rows`.
 
 again: it is sent again, with the ids of the first time, because its answer did not arrive. parts, before: of the only
 trajectory, this many PART messages of the connection have brought this many rows. wait: milliseconds that the server

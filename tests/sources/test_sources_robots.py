@@ -103,7 +103,7 @@ def test_lerobot_statistics_and_choice(name: str) -> None:
         read_lerobot(root, split="test")
     with pytest.raises(SourceError, match="expected numbers of episodes"):
         read_lerobot(root, episodes=[3])
-    with pytest.raises(SourceError, match="has no column 'observation.force'"):
+    with pytest.raises(SourceError, match=r"has no column 'observation\.force'"):
         read_lerobot(root, columns=["observation.force"])
 
 
@@ -261,7 +261,7 @@ def test_rlds_options(copy: Callable[[str], Path]) -> None:
     refuses(f"rlds:{DATA / 'rlds'}", "has the splits 'train', 'val', and split=None was given")
     refuses(f"rlds:{DATA / 'rlds'}", "has no column 'force'", split="val", columns={"action": "force"})
     refuses(f"rlds:{DATA}", "is no RLDS data set")
-    with pytest.raises(SourceError, match="episode 0, column 'action' .* values differ"):
+    with pytest.raises(SourceError, match=r"episode 0, column 'action' .* values differ"):
         list(read_rlds(DATA / "rlds", split="val", per_trajectory=["action"]))
     root = copy("rlds")
     shard = next(root.rglob("*train*-00001-of-00002"))

@@ -4,8 +4,8 @@
     python make.py lerobot21     # LeRobot 0.3.3, codebase version v2.1
     python make.py rlds          # tensorflow-datasets 4.9
 
-Next to each folder lies what its owner's library reads from it, ``FOLDER.npz``: "EPISODE/KEY" -> values of all steps; of LeRobot's
-images every fourth pixel of every fourth line.
+Next to each folder lies what its owner's library reads from it, ``FOLDER.npz``: "EPISODE/KEY" -> values of all steps;
+of LeRobot's images every fourth pixel of every fourth line.
 """
 
 from __future__ import annotations
@@ -155,8 +155,6 @@ def write_rlds(root: Path) -> None:
 
     class Made(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.0.0")
-        RELEASE_NOTES = {"1.0.0": "made here"}
-
         def _info(self) -> Any:
             return tfds.core.DatasetInfo(builder=self, features=features)
 
