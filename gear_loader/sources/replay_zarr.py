@@ -73,7 +73,7 @@ def read_zarr(
     )
 
 
-class _Opened:
+class _OpenGroup:
     """Context manager of a group."""
 
     def __init__(self, path: str, source: str) -> None:
@@ -103,7 +103,7 @@ class ZarrEpisodes(EpisodeReader):
     def __init__(self, path: str, columns: Columns, *, keep_float64: bool, allow_nonfinite: bool) -> None:
         source = f"The zarr group {path!r}"
         self._path, self._nonfinite = path, allow_nonfinite
-        with _Opened(path, source) as group:
+        with _OpenGroup(path, source) as group:
             found = _arrays(group, source)
             self._ends = _ends(found.pop("meta/episode_ends", None), source)
             paths = {
@@ -142,7 +142,7 @@ class ZarrEpisodes(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
-        with _Opened(self._path, self.source) as group:
+        with _OpenGroup(self._path, self.source) as group:
             first = 0
             while first < len(self):
                 start = int(self._ends[first - 1]) if first else 0

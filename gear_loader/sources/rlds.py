@@ -42,7 +42,7 @@ _SHARD = re.compile(r".*-(\d{5,})-of-(\d{5,})")
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class StoredFeature:
     """A feature that becomes a column.
 
     Attributes:
@@ -309,7 +309,7 @@ def _shards(folder: str, split: str | None, source: str) -> tuple[list[str], lis
 
 def _walk(
     node: Any, source: str, key: str = "", name: str = "", step: bool = False, depth: int = 0
-) -> Iterator[Leaf]:
+) -> Iterator[StoredFeature]:
     """The leaves of a feature as ``features.json`` describes it."""
     if not isinstance(node, dict) or depth > _DEPTH:
         raise SourceError(
@@ -333,11 +333,11 @@ def _inner(node: Any) -> Any:
     return node["sequence"].get("feature") if isinstance(node["sequence"], dict) else None
 
 
-def _leaf(node: Mapping[str, Any], key: str, name: str, step: bool) -> Leaf:
+def _leaf(node: Mapping[str, Any], key: str, name: str, step: bool) -> StoredFeature:
     varies = False
     if "sequence" in node and isinstance(_inner(node), dict):
         node, varies = _inner(node), True
-    leaf = Leaf(key, name, step, "a feature that no column holds", varies=varies)
+    leaf = StoredFeature(key, name, step, "a feature that no column holds", varies=varies)
     if "text" in node:
         leaf = dataclasses.replace(leaf, kind="str")
     elif "classLabel" in node:
@@ -382,11 +382,11 @@ def _shape(node: Any) -> tuple[int | None, ...] | None:
     return tuple(None if extent < 0 else extent for extent in extents)
 
 
-def _known(leaf: Leaf) -> tuple[int, ...]:
+def _known(leaf: StoredFeature) -> tuple[int, ...]:
     return tuple(extent for extent in leaf.shape if extent is not None)
 
 
-def _column(leaf: Leaf, found: str, what: str, keep_float64: bool) -> Column:
+def _column(leaf: StoredFeature, found: str, what: str, keep_float64: bool) -> Column:
     if leaf.kind in ("str", "bytes"):
         return Column(str if leaf.kind == "str" else bytes)
     if leaf.kind == "image":
@@ -406,7 +406,7 @@ def _column(leaf: Leaf, found: str, what: str, keep_float64: bool) -> Column:
 # ---------------------------------------------------------------- values
 
 
-def _steps(found: Mapping[str, Feature], leaf: Leaf) -> int:
+def _steps(found: Mapping[str, Feature], leaf: StoredFeature) -> int:
     """Steps of an episode, by a feature whose number of values tells it."""
     count = found[leaf.key].length()
     each = 1 if leaf.kind != "number" or leaf.encoding != "none" else math.prod(_known(leaf))
@@ -415,7 +415,7 @@ def _steps(found: Mapping[str, Feature], leaf: Leaf) -> int:
     return count // each
 
 
-def _most_bytes(found: Mapping[str, Feature], leaf: Leaf) -> int:
+def _most_bytes(found: Mapping[str, Feature], leaf: StoredFeature) -> int:
     """Bytes that the values of any length of a feature take at most."""
     if leaf.kind != "number":
         return len(found[leaf.key].data) if leaf.key in found else 0
@@ -425,7 +425,7 @@ def _most_bytes(found: Mapping[str, Feature], leaf: Leaf) -> int:
     return 0 if feature is None else len(feature.data) * (2 if feature.kind == "float" else 8)
 
 
-def _texts(found: Mapping[str, Feature], leaf: Leaf, steps: int) -> list[Any]:
+def _texts(found: Mapping[str, Feature], leaf: StoredFeature, steps: int) -> list[Any]:
     blobs = found[leaf.key].blobs()
     if len(blobs) != steps:
         raise ValueError(f"it has {len(blobs)} values; expected {steps}")
@@ -434,7 +434,7 @@ def _texts(found: Mapping[str, Feature], leaf: Leaf, steps: int) -> list[Any]:
     return [bytes(blob) for blob in blobs]
 
 
-def _numbers(found: Mapping[str, Feature], leaf: Leaf, steps: int) -> tuple[np.ndarray, Any]:
+def _numbers(found: Mapping[str, Feature], leaf: StoredFeature, steps: int) -> tuple[np.ndarray, Any]:
     """The numbers of a feature: [steps, *shape]; or of lists, one after another, and the length of each list."""
     shape = _known(leaf)
     size = math.prod(shape)

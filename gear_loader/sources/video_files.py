@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SourceError
+from gear_loader.sources._optional import require
 from gear_loader.storage.coders import video_of
 from gear_loader.storage.schema import Column
 from gear_loader.storage.video import MOST_STEPS, packed
@@ -95,9 +96,11 @@ class Frames:
         """The packets from the last key frame before the first frame on, as the decoder needs them."""
         change = _identity
         if kind != "av1":
-            from av.bitstream import BitStreamFilterContext
-
-            change = BitStreamFilterContext(f"{kind}_mp4toannexb", stream).filter
+            change = (
+                require("av.bitstream", "Reading a video")
+                .BitStreamFilterContext(f"{kind}_mp4toannexb", stream)
+                .filter
+            )
         base, header = float(stream.time_base), bytes(stream.codec_context.extradata or b"")[4:]
         container.seek(int(self._times[0] / base), stream=stream)
         late = 0

@@ -113,7 +113,10 @@ def encoded(coded: Coded, given: Any, what: str, *, once: bool, whole: bool) -> 
             for group in [found] if whole else [[blob] for blob in found]:
                 coder.check(group)
         except Exception as error:
-            raise SchemaError(f"{what} is bytes that are no packets of a video: {error}.") from error
+            raise SchemaError(
+                f"{what} is bytes that are no packets of a video: {error}; expected arrays or tensors of torch.uint8 "
+                f"and shape {list(coded.shape)}."
+            ) from error
         return found
     if video:
         most = (coded.codec.key_frames or 10) if whole else 1

@@ -105,7 +105,9 @@ def write_rlds(root: Path) -> None:
                             "image": tfds.features.Image(shape=(16, 24, 3), encoding_format="jpeg"),
                             "wrist": tfds.features.Image(shape=(16, 24, 3), encoding_format="png"),
                             "state": tfds.features.Tensor(shape=(2, 3), dtype=np.float32),
-                            "marks": tfds.features.Sequence(tfds.features.Tensor(shape=(2,), dtype=np.float32)),
+                            "marks": tfds.features.Sequence(
+                                tfds.features.Tensor(shape=(2,), dtype=np.float32)
+                            ),
                         }
                     ),
                     "action": tfds.features.Tensor(shape=(7,), dtype=np.float32),
@@ -121,7 +123,10 @@ def write_rlds(root: Path) -> None:
                 }
             ),
             "episode_metadata": tfds.features.FeaturesDict(
-                {"file_path": tfds.features.Text(), "offset": tfds.features.Tensor(shape=(3,), dtype=np.int64)}
+                {
+                    "file_path": tfds.features.Text(),
+                    "offset": tfds.features.Tensor(shape=(3,), dtype=np.int64),
+                }
             ),
         }
     )
@@ -155,6 +160,7 @@ def write_rlds(root: Path) -> None:
 
     class Made(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.0.0")
+
         def _info(self) -> Any:
             return tfds.core.DatasetInfo(builder=self, features=features)
 
