@@ -51,8 +51,15 @@ def read_ragged(
 
 
 def rows_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
-    """The row of each value of a window, int64 [n]."""
+    """The row of each value of a window, int64 [n]; of a segment that rows of a tree have in common, one of these."""
     rows: Array = np.arange(len(batch["index"]))
     if len(shape) == 1 and "cu_seqlens" in batch and shape[0] != len(rows):
-        return np.repeat(rows, batch["cu_seqlens"].diff().numpy())
+        lengths, count = batch["cu_seqlens"].diff().numpy(), len(rows)
+        if len(lengths) > count:
+            rows, parents = (
+                np.concatenate((rows, np.zeros(len(lengths) - count, np.int64))),
+                batch["parent"].numpy(),
+            )
+            rows[parents[parents >= 0]] = np.flatnonzero(parents >= 0)
+        return np.repeat(rows, lengths)
     return np.repeat(rows, math.prod(shape[1:]))

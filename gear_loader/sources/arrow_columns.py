@@ -43,7 +43,7 @@ Place = Callable[[int | None], str]
 
 
 @dataclasses.dataclass
-class Leaf:
+class ArrowField:
     """A field that becomes a column.
 
     Attributes:
@@ -72,15 +72,17 @@ def features_of(schema: Any) -> Any:
         return {}
 
 
-def leaves_of(schema: Any, features: Any) -> dict[str, Leaf]:
+def leaves_of(schema: Any, features: Any) -> dict[str, ArrowField]:
     """The columns of an Arrow schema, by name; `features`: as `features_of` returns them."""
-    found: dict[str, Leaf] = {}
+    found: dict[str, ArrowField] = {}
     for leaf in _walk(list(schema), features, "", (), 0):
         found.setdefault(leaf.name, leaf)  # of fields with one name the first
     return found
 
 
-def _walk(fields: list[Any], features: Any, prefix: str, path: tuple[int, ...], depth: int) -> Iterator[Leaf]:
+def _walk(
+    fields: list[Any], features: Any, prefix: str, path: tuple[int, ...], depth: int
+) -> Iterator[ArrowField]:
     pa = require("pyarrow", _PURPOSE)
     for i, field in enumerate(fields):
         name, feature = (
@@ -92,32 +94,32 @@ def _walk(fields: list[Any], features: Any, prefix: str, path: tuple[int, ...], 
         if pa.types.is_struct(kind):
             names = [kind.field(j).name for j in range(kind.num_fields)]
             if image and "bytes" in names:
-                yield Leaf(name, (*path, i), kind, "image")
+                yield ArrowField(name, (*path, i), kind, "image")
             elif depth < _DEPTH and kind.num_fields:
                 inner = [kind.field(j) for j in range(kind.num_fields)]
                 yield from _walk(inner, feature, f"{name}.", (*path, i), depth + 1)
             else:
-                yield Leaf(name, (*path, i), kind, "object")
+                yield ArrowField(name, (*path, i), kind, "object")
         else:
             yield leaf_of(name, (*path, i), kind)
 
 
-def leaf_of(name: str, path: tuple[int, ...], kind: Any) -> Leaf:
+def leaf_of(name: str, path: tuple[int, ...], kind: Any) -> ArrowField:
     """The column of a type that is no struct."""
     types = require("pyarrow", _PURPOSE).types
     if types.is_dictionary(kind):
         return leaf_of(name, path, kind.value_type)
     if types.is_string(kind) or types.is_large_string(kind) or _is(types, "is_string_view", kind):
-        return Leaf(name, path, kind, "str")
+        return ArrowField(name, path, kind, "str")
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-        return Leaf(name, path, kind, "bytes")
+        return ArrowField(name, path, kind, "bytes")
     depth, item = 0, kind
     while is_list(item):
         depth, item = depth + 1, storage(item.value_type)
     tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_temporal)
     if any(test(item) for test in tests) and not _is(types, "is_interval", item):
-        return Leaf(name, path, kind, "list" if depth else "number", depth, item)
-    return Leaf(name, path, kind, "object")
+        return ArrowField(name, path, kind, "list" if depth else "number", depth, item)
+    return ArrowField(name, path, kind, "object")
 
 
 def _is(types: Any, name: str, kind: Any) -> bool:
@@ -136,7 +138,7 @@ def storage(kind: Any) -> Any:
     return storage(kind.storage_type) if hasattr(kind, "storage_type") else kind
 
 
-def leaf_array(array: Any, leaf: Leaf) -> Any:
+def leaf_array(array: Any, leaf: ArrowField) -> Any:
     """The Arrow array of a column, of that of the outermost field."""
     array = stored_array(array)
     for i in leaf.path[1:]:
@@ -167,7 +169,7 @@ def inner_of(array: Any, place: Place) -> tuple[Any, np.ndarray]:
 class Scan:
     """What all rows of a column have in common, seen once before they are read."""
 
-    def __init__(self, leaf: Leaf) -> None:
+    def __init__(self, leaf: ArrowField) -> None:
         self._leaf = leaf
         self._bytes = 0  # of text and encoded images
         self._items, self._lists = 0, 0
@@ -303,7 +305,7 @@ def _image_size(name: str, blob: memoryview) -> tuple[int, ...] | None:
     return None
 
 
-def bytes_of(array: Any, leaf: Leaf, place: Place) -> Any:
+def bytes_of(array: Any, leaf: ArrowField, place: Place) -> Any:
     """The array of bytes of a column of bytes or images.
 
     Raises:
@@ -332,7 +334,7 @@ def refuse_nulls(array: Any, place: Place) -> None:
         )
 
 
-def values_of(array: Any, leaf: Leaf, column: Column, place: Place, *, allow_nonfinite: bool) -> Any:
+def values_of(array: Any, leaf: ArrowField, column: Column, place: Place, *, allow_nonfinite: bool) -> Any:
     """The rows of a batch as an `Episode` has them: an array ``[rows, *shape]``, or a list."""
     if leaf.kind == "object" or (column.ragged is not None and column.ragged.kind == "object"):
         return array.to_pylist()

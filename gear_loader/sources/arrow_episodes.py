@@ -18,7 +18,7 @@ import numpy as np
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.arrow_columns import (
-    Leaf,
+    ArrowField,
     Place,
     features_of,
     inner_of,
@@ -76,7 +76,7 @@ class StepRows(EpisodeReader):
         schema, payload = planned(rows.source, self._leaves, self._once, keep_float64)
         super().__init__(rows.source, lengths, schema, payload=payload)
 
-    def _scan(self, key: Leaf) -> tuple[np.ndarray, np.ndarray]:
+    def _scan(self, key: ArrowField) -> tuple[np.ndarray, np.ndarray]:
         """The episode of each row, numbered as they are complete, and the lengths of episodes."""
         scanned = [leaf for leaf in self._leaves.values() if leaf.scan.needed]
         pieces: list[np.ndarray] = []
@@ -160,7 +160,7 @@ class StepRows(EpisodeReader):
         if kept or left.any():
             raise self._changed()
 
-    def _array(self, batch: Any, leaf: Leaf) -> Any:
+    def _array(self, batch: Any, leaf: ArrowField) -> Any:
         return leaf_array(batch.column(self._rows.schema.field(leaf.path[0]).name), leaf)
 
     def _changed(self) -> SourceError:
@@ -232,20 +232,20 @@ def _concatenated(parts: list[Any]) -> Any:
     return [value for part in parts for value in part]
 
 
-def _place(source: str, leaf: Leaf, rows: np.ndarray) -> Place:
+def _place(source: str, leaf: ArrowField, rows: np.ndarray) -> Place:
     def place(row: int | None) -> str:
         return f"{source}{'' if row is None else f', row {rows[row]}'}: column {leaf.name!r}"
 
     return place
 
 
-def top(rows: Rows, *leaves: Leaf) -> list[str]:
+def top(rows: Rows, *leaves: ArrowField) -> list[str]:
     """The top-level columns of some fields, in the order of the schema."""
     return [rows.schema.field(i).name for i in sorted({leaf.path[0] for leaf in leaves})]
 
 
 def planned(
-    source: str, leaves: Mapping[str, Leaf], once: Collection[str], keep_float64: bool
+    source: str, leaves: Mapping[str, ArrowField], once: Collection[str], keep_float64: bool
 ) -> tuple[dict[str, Column], int]:
     """The columns of a table for fields that were scanned, and the bytes of all their values of any length."""
     schema: dict[str, Column] = {}
@@ -269,7 +269,7 @@ def per_trajectory(column: Column) -> Column:
     return Column({"str": str, "bytes": bytes, "object": object}[values.kind], per="trajectory")
 
 
-def check_once(once: Collection[str], leaves: Mapping[str, Leaf], source: str) -> None:
+def check_once(once: Collection[str], leaves: Mapping[str, ArrowField], source: str) -> None:
     """Raise SourceError unless columns per trajectory are some of those taken, and not all."""
     unknown = [name for name in once if name not in leaves]
     if unknown or (leaves and all(name in once for name in leaves)):
@@ -279,7 +279,7 @@ def check_once(once: Collection[str], leaves: Mapping[str, Leaf], source: str) -
         )
 
 
-def _key(rows: Rows, leaves: Mapping[str, Leaf], episode: str | None) -> str:
+def _key(rows: Rows, leaves: Mapping[str, ArrowField], episode: str | None) -> str:
     """The column of the episode."""
     if episode is None:
         episode = next((name for name in KEYS if name in leaves), None)
@@ -344,7 +344,9 @@ class EpisodeRows(EpisodeReader):
         schema, payload = planned(rows.source, {**self._steps, **self._once}, set(self._once), keep_float64)
         super().__init__(rows.source, lengths, {name: schema[name] for name in chosen}, payload=payload)
 
-    def _parts(self, batch: Any, leaves: Mapping[str, Leaf], row: int) -> tuple[np.ndarray, dict[str, Any]]:
+    def _parts(
+        self, batch: Any, leaves: Mapping[str, ArrowField], row: int
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """The lengths of a batch's episodes, and the arrays of some columns: of all steps, one after another."""
         lengths: np.ndarray | None = None
         found: dict[str, Any] = {}
@@ -388,13 +390,13 @@ class EpisodeRows(EpisodeReader):
             raise SourceError(f"{self._rows.source} has no rows; expected at least one.")
         return np.concatenate(lengths)
 
-    def _top(self, leaves: Mapping[str, Leaf]) -> list[str]:
+    def _top(self, leaves: Mapping[str, ArrowField]) -> list[str]:
         used = {
             (self._lists if n in self._steps else self._others)[leaf.path[0]] for n, leaf in leaves.items()
         }
         return [field.name for field in self._rows.schema if field.name in used]
 
-    def _where(self, name: str, leaf: Leaf, row: int, lengths: np.ndarray) -> Place:
+    def _where(self, name: str, leaf: ArrowField, row: int, lengths: np.ndarray) -> Place:
         ends = np.cumsum(lengths)
 
         def place(item: int | None) -> str:

@@ -195,7 +195,7 @@ def _cut(batch: Any) -> Iterator[Any]:
         yield batch.slice(first, size)
 
 
-class TableRows(Rows):
+class MemoryRows(Rows):
     """Rows of an Arrow table in memory."""
 
     def __init__(self, source: str, table: Any) -> None:
@@ -262,16 +262,16 @@ def object_rows(source: Any) -> Rows:
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
-        return TableRows("The Arrow table", source)
+        return MemoryRows("The Arrow table", source)
     if all(hasattr(source, each) for each in ("features", "with_format", "iter")):
         return DatasetRows(name, source)
     if all(hasattr(source, each) for each in ("iter_batches", "select_columns", "schema")):
         return RayRows(name, source)
     with readable(name):
         if hasattr(source, "to_arrow"):  # polars
-            return TableRows(name, source.to_arrow())
+            return MemoryRows(name, source.to_arrow())
         if all(hasattr(source, each) for each in ("columns", "iloc", "dtypes")):  # pandas
-            return TableRows(name, pa.Table.from_pandas(source, preserve_index=False))
+            return MemoryRows(name, pa.Table.from_pandas(source, preserve_index=False))
     raise SourceError(
         f"{describe(source)} was received; expected an Arrow table, a data frame of pandas or polars, or a data set of "
         "Hugging Face or Ray Data."

@@ -109,9 +109,13 @@ _DEFAULTS = {
 
 def _of_rows(function: _Function) -> _Function:
     """Give a function whose options are those of `read_rows` their names."""
-    own = inspect.signature(function)
+    own = inspect.signature(function, eval_str=True)
     named = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    named += [each for name, each in inspect.signature(read_rows).parameters.items() if name in _DEFAULTS]
+    named += [
+        each
+        for name, each in inspect.signature(read_rows, eval_str=True).parameters.items()
+        if name in _DEFAULTS
+    ]
     function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
     return function
 

@@ -68,7 +68,7 @@ def read_npz(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Header:
+class _ArrayHeader:
     """Shape and dtype of an array in a file."""
 
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class NpzEpisodes(EpisodeReader):
             f"The directory {os.path.dirname(paths[0])!r}", np.array(lengths), schema, payload=payload
         )
 
-    def _planned(self, header: _Header, role: str, path: str, once: bool, keep_float64: bool) -> Column:
+    def _planned(self, header: _ArrayHeader, role: str, path: str, once: bool, keep_float64: bool) -> Column:
         what = f"The file {path!r}: column {role!r}"
         shape = header.shape if once else header.shape[1:]
         per: Any = "trajectory" if once else "step"
@@ -128,7 +128,7 @@ class NpzEpisodes(EpisodeReader):
         dtype = plan_dtype(role, header.dtype, what, keep_float64=keep_float64)
         return dataclasses.replace(column_of(dtype, shape, what), per=per)
 
-    def _length(self, headers: dict[str, _Header], path: str, schema: dict[str, Column]) -> int:
+    def _length(self, headers: dict[str, _ArrayHeader], path: str, schema: dict[str, Column]) -> int:
         """Steps of an episode; SourceError if its arrays do not fit."""
         lengths = {}
         for name, role in self._chosen.items():
@@ -157,7 +157,7 @@ class NpzEpisodes(EpisodeReader):
         """Read the episodes in order; see `EpisodeReader`."""
         for number, path in enumerate(self._paths):
             arrays = _read(path, self._chosen.values())
-            found = {role: _Header(array.shape, array.dtype) for role, array in arrays.items()}
+            found = {role: _ArrayHeader(array.shape, array.dtype) for role, array in arrays.items()}
             if self._length(found, path, self.schema) != self.lengths[number]:
                 raise SourceError(f"The file {path!r} has changed; expected data that stay as they are.")
             episode = Episode()
@@ -181,7 +181,7 @@ class NpzEpisodes(EpisodeReader):
             yield episode
 
 
-def _headers(path: str) -> dict[str, _Header]:
+def _headers(path: str) -> dict[str, _ArrayHeader]:
     """The arrays of a file, by name."""
     with _opened(path) as file:
         found = {}
@@ -193,7 +193,7 @@ def _headers(path: str) -> dict[str, _Header]:
                         version, np.lib.format.read_array_header_2_0
                     )
                     shape, _, dtype = read(stream)
-                found[_name(member)] = _Header(tuple(shape), dtype)
+                found[_name(member)] = _ArrayHeader(tuple(shape), dtype)
         return found
 
 

@@ -96,11 +96,8 @@ class Frames:
         """The packets from the last key frame before the first frame on, as the decoder needs them."""
         change = _identity
         if kind != "av1":
-            change = (
-                require("av.bitstream", "Reading a video")
-                .BitStreamFilterContext(f"{kind}_mp4toannexb", stream)
-                .filter
-            )
+            filters = require("av.bitstream", "Reading a video")
+            change = filters.BitStreamFilterContext(f"{kind}_mp4toannexb", stream).filter
         base, header = float(stream.time_base), bytes(stream.codec_context.extradata or b"")[4:]
         container.seek(int(self._times[0] / base), stream=stream)
         late = 0
