@@ -62,7 +62,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "storage": frozenset({"llvmlite", "msgpack"}),
     "top": frozenset({"rich"}),
     "transport": frozenset({"nixl", "ucp", "ucxx"}),
-    "utils": frozenset({"rich"}),
+    "utils": frozenset({"fsspec", "rich"}),
 }
 IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 
@@ -71,6 +71,7 @@ LOADED_ON_DEMAND = (
     "PIL",
     "av",
     "datasets",
+    "fsspec",
     "gymnasium",
     "h5py",
     "lightning",

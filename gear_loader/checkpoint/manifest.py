@@ -147,7 +147,10 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
     Raises:
         CheckpointError: the manifest is missing, damaged or of another version.
     """
-    missing = no_manifest(directory.path, several=directory.has(SHARDS_NAME))
+
+    def missing() -> str:
+        return no_manifest(directory.path, several=directory.has(SHARDS_NAME))
+
     fields = read_fields(directory, name, FORMAT, *range(old_versions.VERSION, VERSION + 1), missing=missing)
     schema = schema_of(fields)
     saves = fields.integer("saves", 1, 10**12 - 1)
@@ -215,7 +218,7 @@ def _index(fields: Fields, saves: int) -> tuple[int, FileRecord, str]:
     inner = fields.inner("index")
     name = inner.get("path")
     match = INDEX_NAME.fullmatch(name) if isinstance(name, str) else None
-    if match is None or name != index_file(int(match[1])) or not 1 <= int(match[1]) <= saves:
+    if match is None or name != index_file(int(match[1]), match[2] or "") or not 1 <= int(match[1]) <= saves:
         raise inner.wrong("path", name, f"{index_file(saves)!r}, or one of an earlier save")
     inner.exactly("record", [list(field) for field in RECORD.descr])
     return fields.integer("clock", 0, LARGEST_COUNT), fields.record("index", name, least=0), name

@@ -59,7 +59,7 @@ from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
 from gear_loader.utils.checks import at_least, flag, one_of
 from gear_loader.utils.device_option import check_device, device_of
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import is_address, path_or_address
 from gear_loader.utils.provided import provided
 
 if TYPE_CHECKING:
@@ -324,17 +324,20 @@ class Table:
 
         Args:
             path: directory with a checkpoint, an empty one, or one to create. It may be a symbolic link; links inside
-                the checkpoint are not followed, and only files of earlier saves are removed.
+                the checkpoint are not followed, and only files of earlier saves are removed. Or an address of fsspec,
+                such as ``"s3://bucket/run"``: uploaded in parts, under names that no other save has, the manifest last.
+                Failed requests are repeated for a minute. There is no lock: one save at a time.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
-            CheckpointError: `path` is not local (``s3://...``); the disk is full or fails; the directory holds other
-                files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
-                link; or another save into it is running. The previous checkpoint is unchanged.
+            CheckpointError: the disk or the store is full, fails or refuses; another save has written to the address;
+                the directory holds other files or a checkpoint of another schema or version; one of its own
+                directories or files is a symbolic link; or another save into it is running. The previous checkpoint
+                is unchanged.
         """
-        path = local_path(path)
+        path = path_or_address(path)
         disk = self._engine.disk
-        if disk is not None and disk.writes_to(path):
+        if disk is not None and not is_address(path) and disk.writes_to(path):
             disk.flush()
             return
         provided("save")(self, path, progress=progress)
@@ -354,7 +357,7 @@ class Table:
         ============================ ==================================================================================
         ``parquet:PATH``             a file ``*.parquet``, or a folder of them: `gear_loader.exports.parquet`
         ``hf:FOLDER``                the same, for ``datasets.load_dataset(folder)``
-        ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz`
+        ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz_writer`
         ``minari:ID``                a data set of Minari: `gear_loader.integrations.minari_export.to_minari`
         ============================ ==================================================================================
 
@@ -403,7 +406,7 @@ class Table:
         is verified.
 
         Args:
-            path: directory written by `save`.
+            path: directory or address written by `save`.
             schema: if given, the columns that the checkpoint must have.
             name: name of the table, as for `create`; None for a private table.
             max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the saved table,
@@ -434,7 +437,7 @@ class Table:
             progress=progress,
             device=device,
         )
-        table: Table = provided("load")(cls, local_path(path), options)
+        table: Table = provided("load")(cls, path_or_address(path), options)
         return table
 
     @classmethod
