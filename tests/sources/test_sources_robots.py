@@ -168,7 +168,7 @@ def test_videos_that_cannot_be_cut_are_encoded_anew(copy: Callable[[str], Path],
 
 
 @pytest.mark.parametrize("name", LEROBOT)
-@pytest.mark.parametrize("cut", [0.0, 0.5, 0.98])
+@pytest.mark.parametrize("cut", [0.5, *(pytest.param(cut, marks=pytest.mark.long) for cut in (0.0, 0.98))])
 def test_cut_files_of_lerobot(copy: Callable[[str], Path], name: str, cut: float) -> None:
     """Each file of a data set, cut off, is refused; or read as before, if what it lacks are marks of its end."""
     pytest.importorskip("pyarrow")
@@ -281,7 +281,7 @@ def test_damaged_records_of_rlds(copy: Callable[[str], Path]) -> None:
     root, source = copy("rlds"), random.Random(0)
     shard = next(root.rglob("*val*-00000-of-00002"))
     data = shard.read_bytes()
-    for _ in range(40):
+    for _ in range(15):
         damaged = bytearray(data)
         damaged[source.randrange(len(data))] ^= 1 << source.randrange(8)
         shard.write_bytes(damaged)
@@ -292,7 +292,8 @@ def test_damaged_records_of_rlds(copy: Callable[[str], Path]) -> None:
             list(read_rlds(root, split="val", columns=["action", "reward"]))
 
 
-def test_hostile_records_of_rlds(copy: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(800, marks=pytest.mark.long)])
+def test_hostile_records_of_rlds(copy: Callable[[str], Path], count: int) -> None:
     """Records whose CRCs are right, with bytes changed: values or a SourceError, and no other error."""
     crc = pytest.importorskip("google_crc32c")
 
@@ -305,7 +306,7 @@ def test_hostile_records_of_rlds(copy: Callable[[str], Path]) -> None:
     data = shard.read_bytes()
     record = data[12 : 12 + int.from_bytes(data[:8], "little")]
     read = 0
-    for _ in range(300):
+    for _ in range(count):
         damaged = bytearray(record)
         for _ in range(source.randrange(1, 4)):
             damaged[source.randrange(len(record))] = source.choice(
