@@ -187,6 +187,7 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         limits=rules.limits,
         device=options.device,
     )
+    table._engine.statistics = share.saved.statistics if len(share.parts) == 1 else None
     try:
         inside = None
         if options.disk is not None and tier is not None:

@@ -142,7 +142,7 @@ class Save:
     ) -> None:
         self.index, self.directory, self.old = table._engine.index, directory, old
         self.schema, self.layout = table.schema, table._engine.region.layout
-        self.rules = table.rules
+        self.rules, self.statistics = table.rules, table.statistics
         self._quiet = table._engine.region.fill_lock
         # These references keep the memory mapped if the table is closed during the save.
         region = table._engine.region
@@ -499,6 +499,7 @@ class Save:
             index=index.record,
             index_name=index.name,
             segments=tuple(on_disk.segments[number] for number in used),
+            statistics=self.statistics,
         )
 
     def _commit(self, segments: Directory, manifest: Manifest, *, previous: bool) -> None:

@@ -17,6 +17,7 @@ from gear_loader.errors import (
     SchemaError,
     StaleIndexError,
 )
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sink import BlockSink, GrowingSink
 from gear_loader.storage.coders import check_packages
 from gear_loader.storage.counters import (
@@ -26,6 +27,7 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.disk import Disk, Tier
 from gear_loader.storage.edits import set_columns
 from gear_loader.storage.engine import Engine
+from gear_loader.storage.group_input import GroupColumn
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -48,6 +50,7 @@ from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_layout import table_layout
 from gear_loader.storage.table_rules import Limits, OnFull, Rules, check_on_full, check_seconds
@@ -94,6 +97,17 @@ class Table:
     def on_full(self) -> OnFull:
         """Policy of additions through this handle to a full table."""
         return self._engine.on_full
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Statistics of the columns, of what the last ``load_dataset(..., statistics=True)`` of this process has added,
+        or of the checkpoint that the table was loaded from; None if there are none."""
+        return self._engine.statistics
+
+    @property
+    def loading(self) -> Loading | None:
+        """What fills the table in the background, of the last ``load_dataset(..., wait=False)`` of this process."""
+        return self._engine.loading
 
     # ---------------------------------------------------------------- create, attach, close
 
@@ -343,7 +357,7 @@ class Table:
         ============================ ==================================================================================
         ``parquet:PATH``             a file ``*.parquet``, or a folder of them: `gear_loader.exports.parquet`
         ``hf:FOLDER``                the same, for ``datasets.load_dataset(folder)``
-        ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz`
+        ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz_writer`
         ``minari:ID``                a data set of Minari: `gear_loader.integrations.minari_export.to_minari`
         ============================ ==================================================================================
 
@@ -590,7 +604,7 @@ class Table:
         *,
         priority: float | None = None,
         final: Mapping[str, Any] | None = None,
-        prefix: int | None = None,
+        prefix: int | str | None = None,
         prefix_steps: int | None = None,
         prefix_generation: int | None = None,
     ) -> int:
@@ -609,7 +623,9 @@ class Table:
                 Whole blocks of these steps are stored once, for as long as one of the trajectories is there; with
                 columns per trajectory all but the first. Columns per group are left out: it has those of that
                 trajectory. Needs ``Memory(prefixes=True)``. It is not evicted to make
-                room for this call.
+                room for this call. The name of a column per trajectory, of a fixed size, such as the id of a prompt: it
+                has the columns per group of a trajectory in the table with the same value there, and those that it is
+                given with are left out; without such a trajectory it begins a group.
             prefix_steps: how many steps; by default all of that trajectory, without its final step.
             prefix_generation: generation of the index, as batches have it; detects one that was reused.
 
@@ -628,6 +644,9 @@ class Table:
         engine = self._engine
         index = engine.index
         first = checked_priority(priority)
+        if isinstance(prefix, str):
+            more = prefix_steps, prefix_generation, final
+            return int(self._extend_groups([trajectory], None, priority, prefix, more)[0])
         schema = engine.schema.added
         begins = self._begins(prefix, prefix_steps, prefix_generation)
         if (schema.ragged or begins is not None) and final is None:
@@ -766,7 +785,7 @@ class Table:
         *,
         lengths: Sequence[int] | Array | torch.Tensor | None = None,
         priority: float | Sequence[float] | Array | torch.Tensor | None = None,
-        prefix: int | Sequence[int] | Array | torch.Tensor | None = None,
+        prefix: int | str | Sequence[int] | Array | torch.Tensor | None = None,
         prefix_steps: int | Sequence[int] | Array | torch.Tensor | None = None,
         prefix_generation: int | Sequence[int] | Array | torch.Tensor | None = None,
     ) -> Array:
@@ -781,7 +800,8 @@ class Table:
             lengths: int [n], with stacked arrays.
             priority: as for `add`; one number, or [n].
             prefix, prefix_steps, prefix_generation: as for `add`; one number for all, or [n], where a prefix of -1 is
-                none.
+                none. With the name of a column those that begin a group are stored before the others of it, and stay if
+                these do not fit.
 
         Returns:
             Indices of the trajectories, int64 [n].
@@ -790,6 +810,8 @@ class Table:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
         begin = prefix, prefix_steps, prefix_generation
+        if isinstance(prefix, str):
+            return self._extend_groups(trajectories, lengths, priority, prefix, begin[1:])
         return self._extend(trajectories, lengths, priority, prefix=begin)
 
     def extend_as(
@@ -817,6 +839,25 @@ class Table:
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
         return self._extend(trajectories, lengths, priority, ids=(ids,))
+
+    def _extend_groups(self, trajectories: Any, lengths: Any, priority: Any, name: str, more: Any) -> Array:
+        """`extend` with the name of a column as `prefix`; `more`: what it cannot be combined with."""
+        if lengths is not None or any(each is not None for each in more):
+            raise SchemaError(
+                f"prefix is {name!r}, with lengths, prefix_steps, prefix_generation or final; expected a list of "
+                "trajectories, and none of these."
+            )
+
+        def store(rows: Any, priorities: Any, parents: Array | None, generations: Any) -> Array:
+            begin = () if parents is None else (parents, 0, generations)
+            return self._extend(rows, None, priorities, prefix=begin)
+
+        engine = self._engine
+        engine.check_open()
+        if name not in engine.group_columns:
+            engine.group_columns[name] = GroupColumn(engine, name)
+        column: GroupColumn = engine.group_columns[name]
+        return column.store(trajectories, priority, store)
 
     def _extend(
         self, trajectories: Any, lengths: Any, priority: Any, *, ids: Any = (), prefix: Any = ()
@@ -1072,7 +1113,7 @@ class Table:
         """
         self._engine.check_open()
         options = {"windows": windows, "seed": seed, "device": device}
-        batch: dict[str, Any] = provided("sample")(self, batch_size, options)
+        batch: dict[str, Any] = provided("sample")(self, batch_size, options, self._engine.sampled)
         return batch
 
     def final(self, index: int) -> dict[str, torch.Tensor] | None:
