@@ -136,7 +136,9 @@ def arrow_rows(pattern: Any) -> Rows:
 
     def opened(path: str, stack: contextlib.ExitStack, columns: Sequence[str] | None) -> Any:
         source = open_source(path) if is_address(path) else None
-        memory = stack.enter_context(pa.memory_map(path) if source is None else pa.PythonFile(source, mode="r"))
+        memory = stack.enter_context(
+            pa.memory_map(path) if source is None else pa.PythonFile(source, mode="r")
+        )
         magic = memory.read(6)
         memory.seek(0)
         options = ipc.IpcReadOptions()
