@@ -157,6 +157,7 @@ def test_samples_that_are_episodes(tmp_path: Path) -> None:
         gear.load_dataset(tmp_path / "a.tar", rows="episodes", progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -185,6 +186,7 @@ def test_samples_that_do_not_fit(tmp_path: Path, change: dict[str, bytes | None]
         gear.load_dataset(tmp_path / "a.tar", progress=False)
 
 
+@pytest.mark.long
 def test_no_member_is_larger_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     monkeypatch.setattr(webdataset, "MOST_BYTES", 100_000)
@@ -226,6 +228,7 @@ def test_damaged_archives_are_errors(tmp_path: Path, name: str) -> None:
     assert refused > 50
 
 
+@pytest.mark.long
 def test_addresses() -> None:
     fsspec = pytest.importorskip("fsspec")
     pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
