@@ -10,7 +10,7 @@ from gear_loader.utils.lazy import loader
 from gear_loader.utils.provided import provide
 
 if TYPE_CHECKING:
-    from gear_loader import distributed, graph, sources, transforms
+    from gear_loader import distributed, exports, graph, sources, transforms
     from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
     from gear_loader.collection.windows import Whole
@@ -91,6 +91,7 @@ __all__ = [
     "connect",
     "distributed",
     "errors",
+    "exports",
     "graph",
     "load_dataset",
     "prometheus_text",
@@ -167,6 +168,7 @@ _PARTS = {
     "promote": ("checkpoint.spilling", "promote"),
     "recover": ("checkpoint.recovering", "recover"),
     "save": ("checkpoint.saving", "save"),
+    "export": ("exports.formats", "export"),
     "gather": ("collection.chosen", "gather"),
     "sample": ("dataset.table_sample", "sample"),
     "serve": ("transport.table_server", "serve"),
@@ -182,7 +184,7 @@ provide(_part)
 
 
 def __getattr__(name: str) -> Any:
-    packages = ("distributed", "graph", "sources", "transforms")
+    packages = ("distributed", "exports", "graph", "sources", "transforms")
     return importlib.import_module(f"{__name__}.{name}") if name in packages else _load(name)
 
 

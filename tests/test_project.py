@@ -39,6 +39,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"distributed", "doctor"}),
     frozenset({"graph"}),
     frozenset({"integrations", "lightning", "top", "warmup"}),
+    frozenset({"exports"}),
+    frozenset({"look"}),
     frozenset({FRONT_DOOR, "cli"}),
     frozenset({"__main__"}),
 )
@@ -50,6 +52,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"safetensors", "xxhash"}),
     "collection": frozenset({"tensordict"}),
     "cli": frozenset({"psutil", "rich", "typer"}),
+    "look": frozenset({"markupsafe", "rich"}),
     "integrations": frozenset(
         {"gymnasium", "minari", "ray", "stable_baselines3", "tensordict", "tianshou", "torchrl"}
     ),
@@ -139,6 +142,7 @@ TABLE_NAMES = [
     "clear",
     "close",
     "create",
+    "export",
     "extend",
     "extend_as",
     "fill",
@@ -177,6 +181,7 @@ TABLE_NAMES = [
 BY_STRING = {
     "gear_loader.__init__": 2,
     "gear_loader.sources._optional": 1,
+    "gear_loader.sources.named": 1,
     "gear_loader.storage.coders": 1,
     "gear_loader.transport.channel": 1,
     "gear_loader.transport.nixl_agent": 1,

@@ -325,6 +325,45 @@ class Table:
             return
         provided("save")(self, path, progress=progress)
 
+    def export(
+        self,
+        address: str | os.PathLike[str],
+        *,
+        columns: Sequence[str] | Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Write the trajectories as a data set of another format, oldest first, while other processes write::
+
+            table.export("episodes.parquet")
+            table.export("hf:my_dataset", columns=["obs", "action", "reward"])
+
+        ============================ ==================================================================================
+        ``parquet:PATH``             a file ``*.parquet``, or a folder of them: `gear_loader.exports.parquet`
+        ``hf:FOLDER``                the same, for ``datasets.load_dataset(folder)``
+        ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz`
+        ``minari:ID``                a data set of Minari: `gear_loader.integrations.minari_export.to_minari`
+        ============================ ==================================================================================
+
+        and what `gear_loader.exports.register` has made known. What is committed when the call begins is written; of
+        it, what is evicted or removed before it is read is left out. `gear_loader.load_dataset` reads all of them.
+
+        Args:
+            address: as above; a file of a known suffix needs no prefix. There must be nothing at this place; the data
+                set is there when it is complete.
+            columns: names, or ``{name there: name in the table}``; None takes all.
+            options: of the format.
+
+        Returns:
+            The path, or for ``minari:`` the `minari.MinariDataset`.
+
+        Raises:
+            SchemaError: an unknown format or option, a place that is taken, a column that the format cannot hold, or a
+                write-once column that a trajectory has no values of. Nothing was written.
+            ImportError: a package that the format needs is not installed.
+        """
+        self._engine.check_open()
+        return provided("export")(self, address, columns=columns, **options)
+
     @classmethod
     def load(
         cls,

@@ -96,20 +96,103 @@ def test_a_reader_with_options_of_its_own(tmp_path: Path) -> None:
         same(table[0]["state"], next(iter(reader))["observation"])
 
 
-def test_columns_of_text_are_named_with_the_columns_that_leave_them_out() -> None:
+def test_columns_of_objects_are_named_with_the_columns_that_leave_them_out() -> None:
     numbers = {"observation.state": np.zeros((3, 2), np.float32), "action": np.zeros((3, 1), np.float32)}
-    words = np.array(["left", "right", "left"])
-    texts = {"task": "pick up", "steps": ["a", "b", "c"], "words": words, "things": words.astype(object)}
+    things = np.array([None, 1, "x"], dtype=object)
     message = (
-        r"episode 0: column 'task' is text, column 'steps' is text, column 'words' is text, column 'things' is an "
-        r"array of objects; .*Leave them out with columns=\['observation.state', 'action'\]"
+        r"episode 0: column 'a' is an array of objects, column 'b' is an array of objects; .*Leave them out with "
+        r"columns=\['observation.state', 'action'\]"
     )
     with pytest.raises(SourceError, match=message):
-        load([numbers | texts], progress=False)
-    with load([numbers | texts], columns=["observation.state", "action"], progress=False) as table:
+        load([numbers | {"a": things, "b": things}], progress=False)
+    with load([numbers | {"a": things}], columns=["observation.state", "action"], progress=False) as table:
         assert list(table.schema) == list(numbers)
-    with pytest.raises(SourceError, match=r"Leave it out with columns=\{'a': 'action'\}"):
-        load([numbers | texts], columns={"a": "action", "t": "task"}, progress=False)
+    with pytest.raises(SourceError, match=r"Leave it out with columns=\{'x': 'action'\}"):
+        load([numbers | {"a": things}], columns={"x": "action", "t": "a"}, progress=False)
+
+
+def test_values_of_any_length() -> None:
+    words = np.array(["left", "", "ö" * 40])
+    episode = {
+        "action": np.zeros((3, 1), np.float32),
+        "task": "pick up",  # once: no option is needed
+        "steps": ["a", "b", "c"],
+        "words": words,
+        "things": words.astype(object),
+        "raw": [b"", b"\0\0", b"x"],
+        "points": [np.zeros((n, 2)) for n in (0, 4, 1)],
+        "tokens": gear.Ragged(torch.arange(5), torch.tensor([0, 2, 2, 5])),
+    }
+    shorter = {
+        name: value[:2] if name != "task" else "" for name, value in episode.items() if name != "tokens"
+    }
+    shorter["tokens"] = gear.Ragged(torch.arange(1), torch.tensor([0, 0, 1]))
+    with load(iter([episode, shorter]), progress=False) as table:
+        found = table[0]
+        assert found["task"] == "pick up"
+        assert (found["steps"], found["raw"]) == (episode["steps"], episode["raw"])
+        assert found["words"] == found["things"] == words.tolist()
+        assert [value.tolist() for value in found["points"]] == [v.tolist() for v in episode["points"]]
+        assert found["points"][0].dtype == torch.float64
+        assert [value.tolist() for value in found["tokens"]] == [[0, 1], [], [2, 3, 4]]
+        assert (table[1]["task"], table[1]["words"]) == ("", ["left", ""])
+        with pytest.raises(SourceError, match="counted from episode 0: Column 'task' of trajectory 0 is "):
+            load([{**episode, "task": ["a", "b", "c"]}], table, progress=False)
+        assert len(table) == table.stats().num_inserted == 2
+
+
+def test_a_reader_of_values_of_any_length(coded: list[bytes]) -> None:
+    class Reader(sources.EpisodeReader):
+        def __iter__(self) -> Iterator[Episode]:
+            for count in self.lengths:
+                yield Episode({"image": coded[:count], "task": "t" * int(count), "x": np.ones(count)})
+
+    schema = {
+        "image": gear.Column(torch.uint8, (None, None, 3), codec="png"),
+        "task": gear.Column(str, per="trajectory"),
+        "x": gear.Column(torch.float32),
+    }
+    lengths = np.array([2, 3, 1])
+    for payload in (None, sum(map(len, [*coded[:2], *coded[:3], *coded[:1]])) + 6):
+        reader = Reader("Mine", lengths, schema, payload=payload)
+        with load(reader, progress=False) as table:
+            assert [table[i]["task"] for i in range(3)] == ["tt", "ttt", "t"]
+            assert table[1]["image"][2].tolist() == np.full((2, 5, 3), 2).tolist()
+    stored = {**schema, "image": gear.Column(bytes)}  # as the file has them
+    with gear.Table.create(
+        stored, max_steps=9, max_trajectories=9, memory=gear.Memory(payload=9999)
+    ) as table:
+        load(Reader("Mine", lengths, schema), table, progress=False)
+        assert table[1]["image"] == coded
+    with load(Reader("Mine", lengths, schema), filter=lambda e: len(e["task"]) != 2, progress=False) as table:
+        assert [table[i]["task"] for i in range(2)] == ["ttt", "t"]
+        assert table.num_steps == 4
+    one = load(Reader("Mine", lengths, schema), filter=lambda e: True, max_trajectories=1, progress=False)
+    assert one.lengths().tolist() == [2]
+    damaged = Reader("Mine", lengths, {**schema, "image": gear.Column(torch.uint8, (2, 4, 3), codec="png")})
+    with pytest.raises(
+        SourceError, match=r"Mine, counted from episode 0: Column 'image' of trajectory 0, step 0"
+    ):
+        load(damaged, progress=False)
+    for function, message in (
+        (lambda episode: None, "episode 0: filter= returned None; expected True or False"),
+        (lambda episode: episode["y"], "episode 0: filter= raised KeyError: 'y'"),
+        (lambda episode: False, "filter= takes none of 3 episodes"),
+        (3, "filter= is 3; expected a function"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            load(Reader("Mine", lengths, schema), filter=function, progress=False)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def coded() -> list[bytes]:
+    image = pytest.importorskip("PIL.Image")
+    found = []
+    for value in range(3):
+        memory = io.BytesIO()
+        image.fromarray(np.full((2, 5, 3), value, np.uint8)).save(memory, "png")
+        found.append(memory.getvalue())
+    return found
 
 
 class HuggingFace:
@@ -239,7 +322,7 @@ def test_what_an_episode_has_once_becomes_a_column_per_trajectory() -> None:
         for change, message in (
             ({"goal": np.ones((4, 2))}, r"'goal' has shape \[4, 2\]; expected one value of shape \[2\], as"),
             ({"task": 2**40}, "episode 0: column 'task' holds 1099511627776, which int16 cannot hold"),
-            ({"task": None}, "column 'task' has dtype object"),
+            ({"task": None}, "column 'task' holds values of object where int16 is expected"),
         ):
             with unchanged(table), pytest.raises(SourceError, match=message):
                 load([{**given[0], **change}], table, columns=columns)
