@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 from distributed_common import run_ranks
 
 import gear_loader as gear
-from gear_loader.distributed import Shards
+from gear_loader.distributed import Placement, Shards
 from gear_loader.distributed import remote as remote_module
 from gear_loader.errors import SchemaError
 from gear_loader.transport import nixl_agent
@@ -285,3 +287,27 @@ def test_values_that_rows_have_in_common_are_sent_once() -> None:
     assert all(count == groups * int(np.prod(IMAGES)) for _, groups, count in found)
     rows, groups, _ = (sum(part) for part in zip(*found, strict=True))
     assert rows >= 6 * groups > 0
+
+
+def placed(shards: Shards, rank: int, world: int, folder: str) -> int:
+    """Trajectories that ranks add to any shard, also with an iterator; and a checkpoint of all of them."""
+    placement = Placement(shards, "round_robin")
+    for i in range(4):
+        placement.add(trajectory(500 + 10 * rank + i))
+    placement.extend(trajectory(550 + 10 * rank + i) for i in range(4))
+    shards.exchange.barrier()
+    for name in CASES:
+        draw(shards, name, world)
+    gear.distributed.save(shards, folder)
+    return len(shards.table)
+
+
+@pytest.mark.long
+def test_trajectories_that_other_nodes_store_and_a_checkpoint_on_fewer_ranks(tmp_path: Path) -> None:
+    counts = run_ranks(3, rank_of, functools.partial(placed, folder=str(tmp_path / "kept")), "socket")
+    assert sum(counts) == sum(COUNTS) + 24
+    assert all(count > before for count, before in zip(counts, COUNTS, strict=True))
+    with gear.distributed.load(str(tmp_path / "kept")) as table, Shards(table) as shards:
+        assert len(table) == sum(counts)
+        for name in CASES:
+            draw(shards, name, 1)

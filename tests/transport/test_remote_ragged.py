@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import struct
 from typing import Any
@@ -24,7 +25,7 @@ from gear_loader.transport import ragged_rows
 from gear_loader.transport.delivery import Delivery
 from gear_loader.transport.spec import ValueSpec
 from gear_loader.transport.store_message import Rows, Store, bulk_parts
-from gear_loader.transport.wire import Kind
+from gear_loader.transport.wire import Kind, Limits
 
 COLUMNS = {
     "step": gear.Column(torch.int64),
@@ -358,6 +359,9 @@ def test_records_that_lie_change_nothing() -> None:
                 found = raw.error()
                 assert re.search(message, found), (message, found)
             assert len(table) == 0
+            one = dataclasses.replace(stored(table, count=1)[2], parts=1, before=1)
+            with pytest.raises(TransportError, match="of ragged columns has parts"):
+                Store.parse(one.pack(), one.bulk_bytes, Limits())
             raw.send(Kind.STORE, small, bytes(bulk))
             assert raw.receive()[0].kind is Kind.STORED
         assert len(table) == 2
