@@ -160,11 +160,17 @@ _load = loader(__name__, _MODULES)
 
 # Parts of `Table` and `connect` that higher rooms implement: module and name there.
 _PARTS = {
+    "Learner": ("transport.learner", "Learner"),
+    "LearnerLink": ("transport.learner_link", "LearnerLink"),
     "LoadOptions": ("checkpoint.loading", "LoadOptions"),
+    "RemoteDataset": ("transport.remote_dataset", "RemoteDataset"),
+    "RemoteOrigin": ("transport.remote_dataset", "RemoteOrigin"),
+    "Sampled": ("storage.engine", "Sampled"),
     "TierFiles": ("checkpoint.tier_reader", "FileReader"),
     "connect_through_ray": ("integrations.ray", "connect"),
     "create_on_disk": ("checkpoint.behind", "create"),
     "load": ("checkpoint.loading", "load"),
+    "options_to_json": ("transport.learner_options", "options_to_json"),
     "promote": ("checkpoint.spilling", "promote"),
     "recover": ("checkpoint.recovering", "recover"),
     "save": ("checkpoint.saving", "save"),

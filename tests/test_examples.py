@@ -137,6 +137,12 @@ def test_actors_anywhere(tmp_path: Path) -> None:
     assert "Every episode is there once, as it was played: 900 of 3 actors." in shown
 
 
+@pytest.mark.long
+def test_remote_learner(tmp_path: Path) -> None:
+    shown = run(EXAMPLES / "remote_learner.py", "--batches", "80", cwd=tmp_path)
+    assert "Its batches are those of a learner that nothing happened to." in shown
+
+
 def _children(pid: int) -> set[int]:
     """Process ids of what `pid` has started and is still running."""
     found = set()

@@ -655,7 +655,7 @@ class ReplayBuffer:
             self._dataset.load_state_dict(dict(state))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all transitions into the directory `path`; see `Table.save`.
+        """Write all transitions into the directory or to the address `path`; see `Table.save`.
 
         Raises:
             TableEmptyError: nothing was added. CheckpointError: the directory cannot be written.
@@ -676,12 +676,9 @@ class ReplayBuffer:
             "agents": None if self._agents is None else self._agents.names,
             "nestings": {name: nesting.described() for name, nesting in self._nestings.items()},
         }
-        part = Path(path) / f"{_DESCRIPTION}.part"
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(described, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(Path(path) / _DESCRIPTION)
+        from gear_loader.checkpoint.opening import replace_file
+
+        replace_file(path, _DESCRIPTION, json.dumps(described).encode())
 
     def _options(self) -> dict[str, Any]:
         """Options that `save` keeps, for JSON."""
@@ -709,7 +706,7 @@ class ReplayBuffer:
         """A buffer with the transitions that `save` has written.
 
         Args:
-            path: the directory. options: as for `ReplayBuffer`, without `capacity`, the spaces and `disk`.
+            path: the directory or address. options: as for `ReplayBuffer`, without `capacity`, the spaces and `disk`.
 
         Raises:
             CheckpointError: the directory does not hold a buffer.
@@ -735,9 +732,11 @@ def _description(
     Raises:
         CheckpointError: it does not hold such a buffer.
     """
-    where = Path(path) / _DESCRIPTION
+    from gear_loader.checkpoint.opening import read_file
+
+    where = f"{os.fspath(path)}/{_DESCRIPTION}"
     try:
-        described = json.loads(where.read_text(encoding="utf-8"))
+        described = json.loads(read_file(path, _DESCRIPTION))
         nestings = {
             name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
         }

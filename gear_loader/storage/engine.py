@@ -19,6 +19,7 @@ import torch
 from gear_loader.errors import LockTimeoutError, SchemaError
 from gear_loader.native import copying
 from gear_loader.storage.allocation import Claim
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sizes import waste_remedy
 from gear_loader.storage.counted_stats import stats_of
 from gear_loader.storage.counters import (
@@ -43,6 +44,7 @@ from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_rules import OnFull, Rules
 from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_priorities
@@ -87,6 +89,8 @@ class Engine:
     ) -> None:
         self.region = region
         self.disk: DiskWriter | None = None
+        self.statistics: Statistics | None = None
+        self.loading: Loading | None = None
         self._index: Index | None = Index(region)
         self.device = None if region.device_memory is None else region.device_memory.device
         self._tier_reader: TierReader | None = None

@@ -17,6 +17,7 @@ from gear_loader.errors import (
     SchemaError,
     StaleIndexError,
 )
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sink import BlockSink, GrowingSink
 from gear_loader.storage.coders import check_packages
 from gear_loader.storage.counters import (
@@ -49,6 +50,7 @@ from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_layout import table_layout
 from gear_loader.storage.table_rules import Limits, OnFull, Rules, check_on_full, check_seconds
@@ -57,7 +59,7 @@ from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
 from gear_loader.utils.checks import at_least, flag, one_of
 from gear_loader.utils.device_option import check_device, device_of
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import is_address, path_or_address
 from gear_loader.utils.provided import provided
 
 if TYPE_CHECKING:
@@ -95,6 +97,17 @@ class Table:
     def on_full(self) -> OnFull:
         """Policy of additions through this handle to a full table."""
         return self._engine.on_full
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Statistics of the columns, of what the last ``load_dataset(..., statistics=True)`` of this process has added,
+        or of the checkpoint that the table was loaded from; None if there are none."""
+        return self._engine.statistics
+
+    @property
+    def loading(self) -> Loading | None:
+        """What fills the table in the background, of the last ``load_dataset(..., wait=False)`` of this process."""
+        return self._engine.loading
 
     # ---------------------------------------------------------------- create, attach, close
 
@@ -311,17 +324,20 @@ class Table:
 
         Args:
             path: directory with a checkpoint, an empty one, or one to create. It may be a symbolic link; links inside
-                the checkpoint are not followed, and only files of earlier saves are removed.
+                the checkpoint are not followed, and only files of earlier saves are removed. Or an address of fsspec,
+                such as ``"s3://bucket/run"``: uploaded in parts, under names that no other save has, the manifest last.
+                Failed requests are repeated for a minute. There is no lock: one save at a time.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
-            CheckpointError: `path` is not local (``s3://...``); the disk is full or fails; the directory holds other
-                files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
-                link; or another save into it is running. The previous checkpoint is unchanged.
+            CheckpointError: the disk or the store is full, fails or refuses; another save has written to the address;
+                the directory holds other files or a checkpoint of another schema or version; one of its own
+                directories or files is a symbolic link; or another save into it is running. The previous checkpoint
+                is unchanged.
         """
-        path = local_path(path)
+        path = path_or_address(path)
         disk = self._engine.disk
-        if disk is not None and disk.writes_to(path):
+        if disk is not None and not is_address(path) and disk.writes_to(path):
             disk.flush()
             return
         provided("save")(self, path, progress=progress)
@@ -390,7 +406,7 @@ class Table:
         is verified.
 
         Args:
-            path: directory written by `save`.
+            path: directory or address written by `save`.
             schema: if given, the columns that the checkpoint must have.
             name: name of the table, as for `create`; None for a private table.
             max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the saved table,
@@ -421,7 +437,7 @@ class Table:
             progress=progress,
             device=device,
         )
-        table: Table = provided("load")(cls, local_path(path), options)
+        table: Table = provided("load")(cls, path_or_address(path), options)
         return table
 
     @classmethod
@@ -1097,7 +1113,7 @@ class Table:
         """
         self._engine.check_open()
         options = {"windows": windows, "seed": seed, "device": device}
-        batch: dict[str, Any] = provided("sample")(self, batch_size, options)
+        batch: dict[str, Any] = provided("sample")(self, batch_size, options, self._engine.sampled)
         return batch
 
     def final(self, index: int) -> dict[str, torch.Tensor] | None:

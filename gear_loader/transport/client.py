@@ -5,17 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, TransportError
+from gear_loader.errors import HandshakeError, SchemaError, TransportError
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.change_messages import Metadata, Part, Question
 from gear_loader.transport.channel import Address, Bytes
-from gear_loader.transport.direct_link import DirectLink
+from gear_loader.transport.direct_link import DirectLink, connected
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.loop_link import LoopLink
@@ -108,6 +109,25 @@ class Peer:
     def timeout(self) -> float:
         """Seconds from a request to its deadline."""
         return self._timeout
+
+    def dial(self, deadline: float) -> socket.socket:
+        """A connection of its own over the carrier "socket", after the handshake, for who speaks the protocol itself.
+
+        Args:
+            deadline: by `time.monotonic`.
+
+        Raises:
+            TransportError: another carrier, or as for requests. OSError: it cannot be connected.
+        """
+        with self._guard:
+            self._check()
+        address = Address.parse(self._address if isinstance(self._address, str) else self._address())
+        if address.carrier != "socket":
+            raise HandshakeError(
+                f"{self.name} was asked for batches over {address.carrier!r}; expected 'socket': connect "
+                "by gear://<host>:<port>/<table>."
+            )
+        return connected(address, self._secret, deadline, peer=self.name, tls=self._tls)[0]
 
     # ---------------------------------------------------------------- requests
 

@@ -21,6 +21,7 @@ from gear_loader.transport.access import refusal
 from gear_loader.transport.change_messages import MOST_PART, Part
 from gear_loader.transport.channel import Channel
 from gear_loader.transport.handlers import HANDLERS, Handler, Reply, store_one
+from gear_loader.transport.learner_calls import LearnerCalls
 from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.queries import Query, open_query
 from gear_loader.transport.resources import OpenParts, Resources, Threads, aligned
@@ -82,6 +83,7 @@ class Connection:
             Kind.FETCH: self._fetch,
             Kind.PART: self._keep_part,
             Kind.METADATA: self._describe,
+            Kind.LEARN: self._learn,
         }
         bulk = dict.fromkeys((Kind.STORE, Kind.FILL, Kind.SET), limits.store_bytes) | {Kind.PART: MOST_PART}
         kinds = [messages.MESSAGES[kind] for kind in sorted((*HANDLERS, *self._own))]
@@ -148,9 +150,8 @@ class Connection:
             return False
         if header.kind in HANDLERS:
             await self._execute(header, HANDLERS[header.kind], small)
-        else:
-            await self._own[header.kind](header, small)
-        return True
+            return True
+        return await self._own[header.kind](header, small) is not False
 
     async def _receive(self) -> tuple[Header, Array]:
         """Receive the header and the small part of the next message, and check what it may be."""
@@ -389,6 +390,22 @@ class Connection:
 
         what = f"metadata {asked.name[:40]!r} of"
         await asyncio.wait((self._start(header, describe, what, asked.table, changes=False),))
+
+    # ---------------------------------------------------------------- learners
+
+    async def _learn(self, header: Header, small: Array) -> bool:
+        """Serve a learner, whose connection nothing else uses from then on; whether another request may follow."""
+        calls = LearnerCalls(self._channel, self._resources)
+        try:
+            reply = await calls.open(small)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            await self._fail(header.request, error, "a learner")
+            return True
+        await self._send(header.request, reply)
+        await calls.serve()
+        return False
 
     # ---------------------------------------------------------------- rows
 

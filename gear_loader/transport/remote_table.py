@@ -37,6 +37,7 @@ from gear_loader.transport.change_messages import Metadata
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, set_parts, until_done
 from gear_loader.transport.handshake import check_secret, read_secret
+from gear_loader.transport.remote_reads import RemoteReads
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.spool_sink import SpoolSink
 from gear_loader.transport.store_message import Rows, Stacked
@@ -140,7 +141,7 @@ def _secret(secret: bytes | None, secret_file: str | os.PathLike[str] | None) ->
     return found
 
 
-class RemoteTable:
+class RemoteTable(RemoteReads):
     """A table of a server, to which trajectories are added as to a `Table`; made by `connect`.
 
     `add` and `extend` return when the trajectories can be drawn. Writers do not wait for the network: a thread sends
@@ -158,8 +159,8 @@ class RemoteTable:
     def __init__(
         self, peer: Peer, name: str, url: str, timeout: float, spool_bytes: int, max_in_flight: int | None
     ) -> None:
+        super().__init__(peer, name, timeout)
         self._peer = peer
-        self.name = name
         self.url = url
         self._timeout = timeout
         report = self.report()
@@ -509,6 +510,7 @@ class RemoteTable:
         self._disconnect()
 
     def _disconnect(self) -> None:
+        self._end_reading()
         _stop(self._spool, self._peer)
         self._end.detach()
 

@@ -268,6 +268,17 @@ ADVANCE = WireMessage(
 ADVANCED = WireMessage(Kind.ADVANCED, version=u64.to(_MOST_VERSION), memory=u64, flags=_flags("done"))
 """version: of the policy. memory: of the server; a request from another one changes nothing, unless it is sent again.
 done: whether the request has made the version."""
+LEARN = WireMessage(Kind.LEARN, identity=Field("bytes", 16), first=u64, wait=u32, table=_name, options=_json)
+"""A learner begins, or goes on: its identity, and the number of its next call. wait: milliseconds that a draw may wait.
+options: of its dataset, as `learner_options` packs them, or null. LEARNING answers it."""
+LEARNING = WireMessage(Kind.LEARNING, flags=_flags("known"), described=_json)
+"""known: whether the server has served it before. described: what its dataset is."""
+CALL = WireMessage(Kind.CALL, number=u64, received=u64, call=_json)
+"""Numbers of the call, from 1 on, and of the last answer that has arrived. call: a list of its name, its options and a
+tree of values. Bulk part: the tensors of the tree. Calls are executed in order, and once, though they come again over
+another connection."""
+ANSWER = WireMessage(Kind.ANSWER, tree=_json)
+"""A tree of values; bulk part: its tensors. The header has the number of the call."""
 METADATA = WireMessage(Kind.METADATA, name=_name, table=_name)
 """DESCRIBED answers it, with a bulk part only."""
 
