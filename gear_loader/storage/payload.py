@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.native.ragged_copies import (
+    COLUMN_OUT,
     PIECE_WIDTH,
     count_rows,
     list_values,
+    measure_columns,
     measure_values,
+    read_columns,
     read_values,
     write_values,
 )
@@ -168,6 +171,42 @@ class PayloadReader:
                 self.check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether no value is on disk only."""
+        return self._tier is None
+
+    def read_arrays(
+        self, columns: Sequence[tuple[Values, torch.Tensor]], *, pinned: bool = False
+    ) -> list[Ragged]:
+        """Values of several columns of arrays, of a table whose values are all in memory; copied in one call.
+
+        Args:
+            columns: what the values are, and their records, int64 ``[..., 2]``, contiguous. pinned: as for `read`.
+
+        Raises:
+            CorruptTableError: a record names no memory of the table.
+        """
+        places: Array = np.array(
+            [(each.data_ptr(), each.numel() // 2, values.row_bytes, 0) for values, each in columns],
+            dtype=np.int64,
+        )
+        counts = [each.numel() // 2 + 1 for _, each in columns]
+        given: dict[str, Any] = {"device": "cpu", "pin_memory": pinned}
+        offsets = torch.empty(sum(counts), dtype=torch.int64, **given)
+        bounds = offsets.numpy()
+        self._check(int(measure_columns(places, FIRST, self._end, bounds)))
+        found, outs, at = [], [], -1
+        parts = offsets.split(counts) if len(counts) > 1 else (offsets,)
+        for (values, each), count, mine in zip(columns, counts, parts, strict=True):
+            at += count
+            memory = torch.empty((int(bounds[at]), *values.shape), dtype=values.dtype, **given)
+            outs.append(memory.data_ptr())
+            found.append(Ragged._of(memory, mine, tuple(each.shape[:-1])))
+        places[:, COLUMN_OUT] = outs
+        self._check(int(read_columns(self.address, self._end, FIRST, places, bounds)))
+        return found
 
     def measure(self, records: Array, row_bytes: int, offsets: Array) -> int:
         """Write the `Ragged.offsets` of records, int64 [n + 1]; return the rows of all. Errors as of `read`."""
