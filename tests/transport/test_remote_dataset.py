@@ -117,6 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
     "windows": {},
     "single steps": {"windows": {"obs": gear.Window(1, squeeze=True), "target": N_STEP, "prompt": None}},
     "converted": {"windows": {"now": gear.Window(2, column="reward", dtype=torch.bfloat16, scale=0.5)}},
+    "chosen steps": {"windows": {"obs": gear.Window(at=[-3, 0, 2]), "reward": gear.Window(2, every=3)}},
     "last anchors": {"draws": gear.Draws(anchor="last", sample_info=False), "output": "nested"},
     "sequences": {"draws": gear.Draws(stride=2, drop_last=True)},
     "a pass": {"sampler": gear.Uniform(replacement=False), "draws": gear.Draws(complete=True)},
