@@ -88,6 +88,7 @@ class PackedLayout:
         self.offset, self.length = packed_span(schema, windows)
         self.final = reads_final(windows)
         self.windows = in_schema_order(schema, expand(schema, windows)[0])
+        self.shown = self.windows
         self.ragged = ragged_of(schema, self.windows)
         sources = {name: schema[source_of(name, window)] for name, window in self.windows.items()}
         named = {name: source_of(name, window) for name, window in self.windows.items()}

@@ -211,7 +211,8 @@ class PaddedLayout:
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
         returns: those that are computed while the windows are gathered.
-        chosen: the windows with `Window.chosen` steps -> names of the windows of these.
+        chosen: the windows with `Window.chosen` steps -> names of the windows of these. shown: `windows` as batches
+            show them, with those in their place.
         ragged: those that read ragged columns, of which records are gathered.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
         spans, has_returns: as for `gathering.gather_batch`.
@@ -257,7 +258,8 @@ class PaddedLayout:
         self._parts = {
             part: (name, number) for name, parts in self.chosen.items() for number, part in enumerate(parts)
         }
-        self.ragged = ragged_of(schema, self._shown(self.windows))
+        self.shown = self._shown_windows()
+        self.ragged = ragged_of(schema, self.shown)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.returns = tuple(
             ReturnWindows(
@@ -276,11 +278,10 @@ class PaddedLayout:
             if name not in self._only_masks
         )
 
-    def _shown(self, windows: Mapping[str, Window]) -> dict[str, Window]:
-        """The windows under which batches show those that are gathered."""
+    def _shown_windows(self) -> dict[str, Window]:
+        names = ((part, self._parts.get(part, (part, 0))[0]) for part in self.windows)
         return {
-            name: self._given[name] if name in self.chosen else windows[part]
-            for part, name in ((part, self._parts.get(part, (part, 0))[0]) for part in windows)
+            name: self._given[name] if name in self.chosen else self.windows[part] for part, name in names
         }
 
     def _spans(self) -> bool | None:
@@ -300,7 +301,7 @@ class PaddedLayout:
     def mask_kinds(self) -> set[tuple[Any, ...]]:
         """The different masks of windows that batches show, by their keys, and whether they are squeezed."""
         hidden = {part for parts in self._hidden.values() for part in parts.values()}
-        steps = steps_only(self.schema, self._shown(self.windows)).items()
+        steps = steps_only(self.schema, self.shown).items()
         return {
             ((*mask_of(self.schema, name, window), window.chosen), window.squeeze)
             for name, window in steps
@@ -380,7 +381,7 @@ class PaddedLayout:
             found[name] = Output(sources[name], window, flat, mask)
         shown: dict[str, torch.Tensor] = {}
         joined = ChosenMasks()
-        for name, window in steps_only(schema, self._shown(self.windows)).items():
+        for name, window in steps_only(schema, self.shown).items():
             if name in self.chosen:
                 single = [masks[keys[part]] for part in self.chosen[name]]
                 kind = *mask_of(schema, name, window), window.chosen

@@ -57,11 +57,6 @@ def read_ragged(
     return found
 
 
-def only_records(table: Table, columns: Mapping[str, Values]) -> bool:
-    """Whether `read_ragged` needs nothing of a batch but the records."""
-    return table._engine.payload.in_memory and all(values.kind == "array" for values in columns.values())
-
-
 def rows_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
     """The row of each value of a window, int64 [n]; of a segment that rows of a tree have in common, one of these."""
     rows: Array = np.arange(len(batch["index"]))
@@ -75,3 +70,8 @@ def rows_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
             rows[parents[parents >= 0]] = np.flatnonzero(parents >= 0)
         return np.repeat(rows, lengths)
     return np.repeat(rows, math.prod(shape[1:]))
+
+
+def only_records(table: Table, columns: Mapping[str, Values]) -> bool:
+    """Whether `read_ragged` needs nothing of a batch but the records."""
+    return table._engine.payload.in_memory and all(values.kind == "array" for values in columns.values())

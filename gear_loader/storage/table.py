@@ -357,7 +357,7 @@ class Table:
         ============================ ==================================================================================
         ``parquet:PATH``             a file ``*.parquet``, or a folder of them: `gear_loader.exports.parquet`
         ``hf:FOLDER``                the same, for ``datasets.load_dataset(folder)``
-        ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz`
+        ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz_writer`
         ``minari:ID``                a data set of Minari: `gear_loader.integrations.minari_export.to_minari`
         ============================ ==================================================================================
 
