@@ -109,7 +109,8 @@ class Learner:
     """Executes the calls of one learner, and keeps the answers until they have arrived.
 
     Args:
-        table: to draw from. epochs: of the server. options: of its dataset, as JSON; None for a learner that chooses rows itself.
+        table: to draw from. epochs: of the server.
+        options: of its dataset, as JSON; None for a learner that chooses rows itself.
         allow: as for `Server`. most_bytes: of a batch. wait: seconds that a draw waits for trajectories.
 
     Attributes:
