@@ -172,6 +172,8 @@ class Learner:
             raise TransportError(f"The options of a dataset lack {sorted(missing)}.")
         dataset = ReplayDataset(source, device="cpu", prefetch=Prefetch(0, keep=keep), **options)
         self._check_size(dataset, options["batch_size"])
+        dataset._selected()  # which remembers as many draws
+        dataset.keep = 1  # answers that have not arrived refer to their memory
         return dataset
 
     def _check_size(self, dataset: ReplayDataset, batch_size: Any) -> None:
