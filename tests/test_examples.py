@@ -32,7 +32,8 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
     ids=lambda path: path.stem,
 )
 def test_an_example_says_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which one of them sets
+    for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("MUJOCO_GL", "egl")):  # which some of them set
+        monkeypatch.setenv(name, value)
     for package in ("gymnasium", "lightning", "sklearn"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as end:
@@ -92,6 +93,21 @@ def test_vlm_grpo(tmp_path: Path) -> None:
     assert "times fewer tokens than without the tree" in run(
         EXAMPLES / "vlm_grpo.py", "--quick", cwd=tmp_path
     )
+
+
+@pytest.mark.long
+def test_robot_video(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip("mujoco")
+    look = "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8)"
+    variables = {"MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}
+    if subprocess.run(
+        [sys.executable, "-c", look], env={**os.environ, **variables}, capture_output=True
+    ).returncode:
+        pytest.skip("MuJoCo cannot draw here")
+    shown = run(EXAMPLES / "robot_video.py", "--quick", cwd=tmp_path)
+    assert "MB of video, once for 2 ranks" in shown
+    assert "New targets" in shown
 
 
 @pytest.mark.long

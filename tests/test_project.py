@@ -62,7 +62,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "storage": frozenset({"llvmlite", "msgpack"}),
     "top": frozenset({"rich"}),
     "transport": frozenset({"nixl", "ucp", "ucxx"}),
-    "utils": frozenset({"rich"}),
+    "utils": frozenset({"fsspec", "rich"}),
 }
 IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 
@@ -70,6 +70,8 @@ IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 LOADED_ON_DEMAND = (
     "PIL",
     "av",
+    "datasets",
+    "fsspec",
     "gymnasium",
     "h5py",
     "lightning",
@@ -79,6 +81,7 @@ LOADED_ON_DEMAND = (
     "msgpack",
     "mujoco",
     "nixl",
+    "pyarrow",
     "pytorch_lightning",
     "ray",
     "rich",
@@ -152,6 +155,7 @@ TABLE_NAMES = [
     "indices",
     "lengths",
     "load",
+    "loading",
     "name",
     "num_steps",
     "on_full",
@@ -169,6 +173,7 @@ TABLE_NAMES = [
     "serve",
     "set",
     "set_origin",
+    "statistics",
     "stats",
     "unfilled",
     "unlink",
@@ -177,7 +182,7 @@ TABLE_NAMES = [
     "writers",
 ]
 # Where a module is named by a string: the front door, which finds public names and the parts of `Table` that higher
-# rooms implement on first use; other people's packages that are optional; and a carrier by its name.
+# rooms implement on first use; other people's packages that are optional; readers of data sets; and a carrier.
 BY_STRING = {
     "gear_loader.__init__": 2,
     "gear_loader.sources._optional": 1,

@@ -79,7 +79,7 @@ class ShardValues:
         """
         columns: dict[str, list[str]] = {}
         for name in mover.ragged:
-            columns.setdefault(source_of(name, mover.layout.windows[name]), []).append(name)
+            columns.setdefault(source_of(name, mover.layout.shown[name]), []).append(name)
         found, reads = dict[str, Any](), []
         for column, names in columns.items():
             records = np.concatenate([batch[name].reshape(-1, 2).numpy() for name in names])

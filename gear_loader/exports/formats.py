@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gear_loader.errors import SchemaError
-from gear_loader.exports.npz import write_npz
+from gear_loader.exports.npz_writer import write_npz
 from gear_loader.exports.parquet import write_hugging_face, write_parquet
 from gear_loader.sources.episodes import Columns
 from gear_loader.storage.table import Table

@@ -146,7 +146,14 @@ def _fits(own: Column, column: Column) -> bool:
         return len(shape) == len(wanted.coded.shape) and all(
             one == other or None in (one, other) for one, other in extents
         )
-    if given is None or wanted is None:
+    if given is None:  # arrays that happen to have one length
+        return (
+            wanted is not None
+            and wanted.kind == "array"
+            and own.shape[1:] == wanted.shape
+            and own.shape != ()
+        )
+    if wanted is None:
         return False
     same = given.kind == wanted.kind and given.shape == wanted.shape
     return same or (given.kind == "coded" and wanted.kind == "bytes")

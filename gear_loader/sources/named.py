@@ -23,12 +23,32 @@ GROUP = "gear_loader.sources"
 _KIND = re.compile(r"[a-z][a-z0-9_-]+")
 # Kinds -> openers, or where these are: imported on first use.
 _OPENERS: dict[str, Callable[..., Any] | str] = {
+    "arrow": "arrow_sources:read_arrow",
     "hdf5": "hdf5:read_hdf5",
+    "hf": "arrow_sources:read_hf",
+    "lerobot": "lerobot:read_lerobot",
     "minari": "minari:read_minari",
+    "npz": "npz:read_npz",
+    "parquet": "arrow_sources:read_parquet",
+    "rlds": "rlds:read_rlds",
+    "robomimic": "robomimic:read_robomimic",
+    "webdataset": "webdataset:read_webdataset",
+    "zarr": "replay_zarr:read_zarr",
 }
-_SUFFIXES = {".hdf5": "hdf5", ".h5": "hdf5"}
+_SUFFIXES = {
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+    ".npz": "npz",
+    ".parquet": "parquet",
+    ".tar": "webdataset",
+    ".zarr": "zarr",
+}
 _LOAD = frozenset(inspect.signature(load).parameters) - {"source", "table"}
-_SHARED = frozenset({"columns", "keep_float64", "allow_nonfinite", "max_trajectories", "download"})
+_SHARED = frozenset(
+    {"columns", "keep_float64", "allow_nonfinite", "max_trajectories", "download", "per_trajectory"}
+)
 
 
 def register(kind: str, opener: Callable[..., Any]) -> None:
@@ -44,9 +64,9 @@ def register(kind: str, opener: Callable[..., Any]) -> None:
         kind: lower-case letters, digits, ``-`` and ``_``, at least two.
         opener: called as ``opener(name, **options)`` with what follows the colon, and those options of `load_dataset`
             that `load` does not know; one that the opener does not name either is an error. Of the options of `load`
-            an opener gets ``columns``, ``keep_float64``, ``allow_nonfinite``, ``max_trajectories`` and ``download``, if
-            it names them; with ``columns`` it selects and renames them itself. Returns what `load` takes: an
-            `EpisodeReader`, or an iterable of episodes.
+            an opener gets ``columns``, ``keep_float64``, ``allow_nonfinite``, ``max_trajectories``, ``download`` and
+            ``per_trajectory`` (names in the table), if it names them; with ``columns`` it selects and renames them
+            itself. Returns what `load` takes: an `EpisodeReader`, or an iterable of episodes.
 
     Raises:
         SourceError: an invalid kind, or one that is known already.

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from gear_loader.errors import SchemaError, SourceError
+from gear_loader.errors import SourceError
 from gear_loader.sources.derived import Filtered, Renamed
 from gear_loader.sources.episodes import (
     Columns,
-    Episode,
     EpisodeReader,
     check_count,
     describe,
     requested,
     select,
 )
-from gear_loader.sources.fitting import check_fit, fitted, fitted_episodes
+from gear_loader.sources.filling import Filling, advancing, first_missing, in_source
+from gear_loader.sources.fitting import check_fit, fitted
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.iterables import IterableReader
 from gear_loader.sources.minari import read_minari
 from gear_loader.sources.time_steps import how_to_cut, is_frame
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packing
-from gear_loader.storage.incoming import checked_priorities, with_final
+from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.operations.extents import FIRST, GRAIN, HEADER
 from gear_loader.storage.payload import needed_bytes
-from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.ragged_input import with_records
 from gear_loader.storage.schema import Column, Schema, as_mapping
 from gear_loader.storage.table import Table
@@ -43,6 +42,8 @@ from gear_loader.utils.progress import progress_bar
 
 LOAD_BYTES = 256 * 2**20
 """Bytes added to the table at once, but at least one trajectory."""
+BACKGROUND_BYTES = 16 * 2**20
+"""The same in the background."""
 
 
 def load(
@@ -59,11 +60,15 @@ def load(
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
     filter: Callable[[Mapping[str, Any]], bool] | None = None,
+    statistics: bool = False,
+    max_bytes: int | str | None = None,
+    wait: bool = True,
+    resume: bool = False,
     payload: int | str | None = None,
     download: bool = False,
     progress: bool = True,
 ) -> Table:
-    """Fill a table with all trajectories of a source, or with none if an error occurs.
+    """Filling a table with all trajectories of a source, or with none if an error occurs.
 
     Without a table, one of exactly the source's size is made: its lengths are counted first, so that no block
     is left over. With a table, the trajectories are added to it, with values brought to its columns' dtypes
@@ -86,8 +91,9 @@ def load(
         source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
             id or its directory (see `read_minari`); a reader that one of these two returned, with options of
             its own; or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them, or a
-            TensorDict. Rows that are time steps (of a DataFrame, of most data sets of Hugging Face) are refused as far
-            as they can be told: cut them at the episodes, ``load([rows[start:end] for start, end in bounds])``.
+            TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
+            arrays of uneven lengths become columns of any length. Rows that are time steps (of a DataFrame, of most
+            data sets of Hugging Face) are refused as far as they can be told: `read_rows` cuts them.
         table: the table to add to; None makes one.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes the
             table's columns, or without a table the source's standard ones (all of an iterable's).
@@ -103,6 +109,15 @@ def load(
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
         filter: takes the episodes for which it returns True: a function of an `Episode`, with the columns as the table
             names them. Files are then read twice, to know the size of the table.
+        statistics: whether to gather statistics of what is added: `Table.statistics`, saved with the table.
+        max_bytes: take the first trajectories that take so many bytes at most, an int or a text such as ``"8GiB"``,
+            without the ends of blocks and the index.
+        wait: whether to return when all is loaded. If False, a thread of low priority fills the table while it can be
+            drawn from: `Table.loading`. Then it is not all or none: after an error, which ``table.loading.wait()``
+            raises, the table keeps what was added.
+        resume: the table was given the first trajectories of this source before, and nothing else, by a load in the
+            background that ended, or was killed; those that are missing are added. Such a table has a name, was saved,
+            or is recovered from its disk.
         payload: bytes for values of any length in the table made here, an int or a text such as ``"4GiB"``. By default
             as many as they take; files are then read twice, unless they tell it.
         download: fetch the Minari data set of this id if it is not on this machine.
@@ -135,13 +150,17 @@ def load(
         "keep_float64": flag("keep_float64", keep_float64),
         "allow_nonfinite": flag("allow_nonfinite", allow_nonfinite),
     }
-    for option, value in (("final", final), ("download", download), ("progress", progress)):
+    flags = {"final": final, "download": download, "progress": progress, "statistics": statistics}
+    flags |= {"wait": wait, "resume": resume}
+    for option, value in flags.items():
         flag(option, value)
     if filter is not None and not callable(filter):
         raise SourceError(f"filter= is {shown(filter)}; expected a function of an episode, or None.")
     if payload is not None:
         byte_count("payload", payload)
     checked_priorities(priority, 1)
+    if resume and table is None:
+        raise SourceError("resume=True was given without a table; expected the one that was being filled.")
     check_count("max_trajectories", max_trajectories)
     if not isinstance(block_steps, str):
         check_count("block_steps", block_steps)
@@ -162,16 +181,30 @@ def load(
     if filter is not None:
         reader = Filtered(reader, filter, max_trajectories, progress)
     lengths = reader.lengths[:max_trajectories]
-    if table is not None:
+    if max_bytes is not None:
+        lengths = _within(byte_count("max_bytes", max_bytes), reader, lengths, progress)
+    # Episodes in memory are added at once, so that they become visible at the same moment.
+    piece = None if isinstance(reader, IterableReader) else LOAD_BYTES
+    made = table is None
+    if table is None:
+        table = _table_for(reader, lengths, final, block_steps, payload, name, progress)
+    else:
         check_fit(reader, lengths, table)
-        return _fill(table, reader, lengths, priority, progress)
-    table = _table_for(reader, lengths, final, block_steps, payload, name, progress)
     try:
-        return _fill(table, reader, lengths, priority, progress)
+        fill = Filling(table, reader, lengths, priority, progress, statistics, piece=piece)
+        if resume:
+            fill.first = first_missing(table, reader, lengths)
+        if wait:
+            return fill.all_or_none()
+        fill.piece = BACKGROUND_BYTES
+        pieces = (fill.added for _ in fill.pieces())
+        table._engine.loading = Loading(reader.source, len(lengths), int(lengths.sum()), pieces)
+        return table
     except BaseException:
-        table.close()
-        if name is not None:
-            table.unlink()
+        if made:
+            table.close()
+            if name is not None:
+                table.unlink()
         raise
 
 
@@ -209,26 +242,38 @@ def _table_for(
 
 def _payload_of(reader: EpisodeReader, schema: Schema, lengths: np.ndarray, progress: bool) -> int:
     """Bytes that the values of any length of a reader's first episodes take in a table."""
-    if reader.payload is not None:
-        return FIRST + reader.payload + len(lengths) * (HEADER + GRAIN * len(schema.ragged))
+    return FIRST + int(_payloads(reader, schema, lengths, progress).sum())
+
+
+def _payloads(reader: EpisodeReader, schema: Schema, lengths: np.ndarray, progress: bool) -> np.ndarray:
+    """As `_payload_of`, of each episode, int64 [n]; of a reader that tells it in proportion to their steps."""
     columns = {name: column for name, column in schema.items() if column.ragged is not None}
-    taken = FIRST
+    if reader.payload is not None or not columns:
+        share = -(-(reader.payload or 0) * lengths // max(reader.num_steps, 1))
+        return np.asarray(share + bool(columns) * (HEADER + GRAIN * len(columns)))
+    taken = np.zeros(len(lengths), dtype=np.int64)
     with progress_bar("Measuring", int(lengths.sum()), unit="steps", enabled=progress) as (advance, _):
-        for number, episode in enumerate(_advancing(iter(reader), lengths, advance)):
+        for number, episode in enumerate(advancing(iter(reader), lengths, advance)):
             where = f"{reader.source}, episode {number}{{}}: column "
             values = {n: fitted(episode[n], c, f"{where}{n!r}", finite=False) for n, c in columns.items()}
-            with _in_source(reader, number):
-                taken += needed_bytes(with_records(schema, [values])[1]) - FIRST
+            with in_source(reader, number):
+                taken[number] = needed_bytes(with_records(schema, [values])[1]) - FIRST
     return taken
 
 
-@contextlib.contextmanager
-def _in_source(reader: EpisodeReader, first: int) -> Iterator[None]:
-    """Turn what a table refuses of the episodes from `first` on into a SourceError."""
-    try:
-        yield
-    except SchemaError as error:
-        raise SourceError(f"{reader.source}, counted from episode {first}: {error}") from error
+def _within(most: int, reader: EpisodeReader, lengths: np.ndarray, progress: bool) -> np.ndarray:
+    """The lengths of the first episodes that take so many bytes at most."""
+    schema = Schema(reader.schema)
+    taken = (
+        lengths * schema.step_bytes + schema.trajectory_bytes + _payloads(reader, schema, lengths, progress)
+    )
+    count = int(np.searchsorted(np.cumsum(taken), most, side="right"))
+    if not count:
+        raise SourceError(
+            f"max_bytes={most:,} was given, and the first episode of {reader.source} takes {taken[0]:,}; expected room "
+            "for one at least."
+        )
+    return lengths[:count]
 
 
 def _once_names(names: Any, table: Table | None) -> frozenset[str]:
@@ -274,8 +319,10 @@ def _open(
     once: frozenset[str],
 ) -> EpisodeReader:
     if isinstance(source, Named):
-        known = {**options, "max_trajectories": most, "download": download}
+        own = once if schema is None else {name for name, column in schema.items() if column.trajectory}
+        known = {**options, "max_trajectories": most, "download": download, "per_trajectory": sorted(own)}
         shared = {name: known[name] for name in known if name in source.shared}
+        once = frozenset() if "per_trajectory" in shared else once
         source = source.opener(source.name, **source.options, **shared)
         if "columns" in shared:
             options = {**options, "columns": None}
@@ -296,6 +343,8 @@ def _open(
         return read_minari(source, **options, download=download)
     if _is_minari(source):
         return read_minari(source, **options)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Iterable):
+        source = map(source.__getitem__, range(len(source)))  # a map-style data set of torch
     if (
         isinstance(as_mapping(source), Mapping)
         or not isinstance(source, Iterable)
@@ -312,80 +361,3 @@ def _open(
 
 def _is_minari(source: Any) -> bool:
     return hasattr(source, "storage") and hasattr(source, "iterate_episodes")
-
-
-def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: float, progress: bool) -> Table:
-    # Episodes in memory are added at once, so that they become visible at the same moment.
-    most = None if isinstance(reader, IterableReader) else LOAD_BYTES
-    total = int(lengths.sum())
-    evicts = table.on_full in ("evict_oldest", "evict_lowest_priority")
-    if most is not None and evicts and not _is_one_piece(table, total, most):
-        with progress_bar("Checking", total, unit="steps", enabled=progress) as (advance, _):
-            for episode, length in zip(fitted_episodes(reader, table), lengths, strict=False):
-                del episode
-                advance(int(length))
-    added: list[np.ndarray] = []
-    try:
-        with progress_bar("Loading", total, unit="steps", enabled=progress) as (advance, _):
-            episodes = _advancing(fitted_episodes(reader, table), lengths, advance)
-            first = 0
-            for piece in _pieces(episodes, most):
-                with _in_source(reader, first):
-                    added.append(_add(table, piece, priority))
-                first += len(piece)
-    except BaseException:
-        if added:
-            # Skip trajectories that a later piece evicted. A reused index belongs to this load, too.
-            mine = np.unique(np.concatenate(added))
-            table.remove(mine[np.isin(mine, table.indices())])
-        raise
-    return table
-
-
-def _is_one_piece(table: Table, steps: int, most: int) -> bool:
-    """Whether so many steps are known to be added at once."""
-    step_bytes = sum(column.step_bytes for column in table.schema.values())
-    return not table.schema.ragged and steps * step_bytes <= most
-
-
-def _add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
-    """`Table.extend`, with the final values of episodes that have them."""
-    finals = np.array([bool(episode.final) for episode in episodes], dtype=np.int64)
-    if not finals.any():
-        return table.extend(list(map(dict, episodes)), priority=priority)
-    schema = table.schema.added
-    rows = [with_final(schema, each, each.final) if each.final else dict(each) for each in episodes]
-    return table._engine.store(rows, checked_priorities(priority, len(rows)), finals=finals)
-
-
-def _pieces(episodes: Iterable[Episode], most: int | None) -> Iterator[list[Episode]]:
-    """Episodes in pieces of at most `most` bytes, but at least one episode; None: all at once."""
-    piece: list[Episode] = []
-    taken = 0
-    for episode in episodes:
-        size = 0 if most is None else sum(map(_size, episode.values()))
-        if piece and most is not None and taken + size > most:
-            yield piece
-            piece, taken = [], 0
-        piece.append(episode)
-        taken += size
-        del episode
-    if piece:
-        yield piece
-
-
-def _size(values: Any) -> int:
-    """Bytes of the values of a column, about."""
-    if isinstance(values, (np.ndarray, torch.Tensor)):
-        return int(values.nbytes)
-    if isinstance(values, Ragged):
-        return int(values.values.nbytes + values.offsets.nbytes)
-    if isinstance(values, (list, tuple)):
-        return sum(map(_size, values))
-    return len(values) if isinstance(values, (str, bytes)) else 64
-
-
-def _advancing(episodes: Iterator[Any], lengths: np.ndarray, advance: Any) -> Iterator[Any]:
-    for episode, length in zip(episodes, lengths.tolist(), strict=False):
-        advance(length)
-        yield episode

@@ -34,7 +34,7 @@ NAMES = (
     "simulator",
     "device",
     "packed",
-    "images",
+    "values",
     "graph",
     "learn",
     "train",

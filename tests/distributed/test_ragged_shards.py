@@ -122,7 +122,7 @@ CASES: dict[str, dict[str, Any]] = {
         "layout": "packed",
     },
     "padded": {"windows": gear.Window(4, -2)},
-    "weighted": {"windows": gear.Window(4, -2), "sampler": gear.Prioritized(unit="step")},
+    "weighted": {"windows": gear.Window(3, -2, every=2), "sampler": gear.Prioritized(unit="step")},
 }
 
 

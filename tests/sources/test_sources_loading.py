@@ -219,15 +219,15 @@ FRAME = type("DataFrame", (), {"shape": (6, 2), "columns": ["a", "b"], "__iter__
 NO_TIME = tensordict_stand_in.TensorDict({"state": torch.zeros(4)}, [])
 # fmt: off
 ROWS: list[tuple[Any, Any, str]] = [  # source, columns, message
-    (HuggingFace(STEPS), ["state"], r"episode 0 looks like one time step.*'reward' is a single number.*with_format"),
+    (HuggingFace(STEPS), ["state"], r"episode 0 looks like one time step.*'reward' is a single number.*read_rows"),
     (HuggingFace({name: torch.as_tensor(v) for name, v in STEPS.items()}), ["state"], "'reward' is a single number"),
     (HuggingFace({"image": np.zeros((3, 8, 8)), "label": [1, 2, 3]}), ["image"], "'label' is a single number"),
     (HuggingFace({"state": STEPS["state"]}), None, "Each of 6 rows of .* has 4 numbers in 'state': they look like"),
     (list(HuggingFace(STEPS)), ["state"], r"one time step.*'reward' is a single number.*\{column: array \[T, ...\]\}"),
     (list(HuggingFace(STEPS)), None, "'reward' is a single number"),
     ([NO_TIME] * 6, None, r"its batch_size is \[\] and no column has more than one dimension"),
-    (FRAME(), None, "DataFrame was received, whose rows are time steps.*groupby"),
-    ([FRAME()], None, r"episode 0 is an object of type DataFrame; expected a mapping.*groupby"),
+    (FRAME(), None, "DataFrame was received, whose rows are time steps.*read_rows"),
+    ([FRAME()], None, r"episode 0 is an object of type DataFrame; expected a mapping.*read_rows"),
 ]
 # fmt: on
 
@@ -713,3 +713,91 @@ def test_an_iterable_may_use_its_arrays_again() -> None:
         with load(again) as table:
             for found, wanted in zip(contents(table), contents(expected), strict=True):
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_statistics_are_those_of_a_naive_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_loading, "LOAD_BYTES", 100_000)
+    schema = {
+        "x": gear.Column(torch.float32, (3,)),
+        "ok": gear.Column(torch.bool),
+        "image": gear.Column(torch.uint8, (50, 40, 3)),
+        "wide": gear.Column(torch.bfloat16, (2, 2)),
+        "seed": gear.Column(torch.int64, per="trajectory"),
+        "text": gear.Column(str),
+    }
+    generator = np.random.default_rng(0)
+    lengths = [3, 40, 1, 7]
+    made = [
+        Episode(
+            {
+                "x": generator.normal(1000.0, 0.01, (count, 3)).astype(np.float32),
+                "ok": generator.random(count) < 0.5,
+                "image": generator.integers(0, 255, (count, 50, 40, 3), np.uint8),
+                "wide": torch.randn(count, 2, 2).bfloat16(),
+                "seed": np.int64(count),
+                "text": ["a"] * count,
+            }
+        )
+        for count in lengths
+    ]
+
+    class Reader(sources.EpisodeReader):
+        def __iter__(self) -> Iterator[Episode]:
+            return iter(made)
+
+    table = load(Reader("Mine", np.array(lengths), schema), statistics=True, progress=False)
+    table.save(tmp_path / "saved")
+    loaded = gear.Table.load(tmp_path / "saved")
+    for found in (table.statistics, loaded.statistics):
+        assert found is not None
+        assert set(found) == set(schema) - {"text"}
+        for name, column in found.items():
+            once = name == "seed"
+            whole = [np.asarray(e[name][None] if once else torch.as_tensor(e[name]).float()) for e in made]
+            values = np.concatenate(whole).astype(np.float64)
+            assert column.count == len(values)
+            values = values.reshape(-1, 3) if name == "image" else values
+            np.testing.assert_allclose(column.mean, values.mean(0), rtol=1e-12)
+            np.testing.assert_allclose(column.std, values.std(0), rtol=1e-7)
+            np.testing.assert_array_equal(column.min, values.min(0))
+            np.testing.assert_array_equal(column.max, values.max(0))
+            for level, quantile in column.quantiles.items():
+                np.testing.assert_allclose(quantile, np.quantile(values, level, axis=0), rtol=1e-12)
+    transform = gear.transforms.Normalize("x", statistics=loaded.statistics)
+    dataset = gear.ReplayDataset(loaded, batch_size=51, windows={"x": gear.Window(1)}, transform=transform)
+    assert dataset.sample()["x"].abs().max() < 6  # of values about 1,000
+    plain = gear.Table.create({"r": gear.Column(torch.float32)}, max_steps=9, max_trajectories=9)
+    assert plain.statistics is None
+    with pytest.raises(SchemaError, match="expected those of a table, with the column 'y'"):
+        gear.transforms.Normalize("y", statistics=loaded.statistics)
+
+
+@pytest.mark.long
+def test_quantiles_of_many_values_are_of_a_random_sample() -> None:
+    values = np.random.default_rng(0).random(1_000_000, np.float32)
+    episodes = [{"x": part} for part in np.split(values, 50)]
+    table = load(episodes, statistics=True, progress=False)
+    assert table.statistics is not None
+    column = table.statistics["x"]
+    assert column.count == 1_000_000
+    assert abs(column.mean - values.mean(dtype=np.float64)) < 1e-12
+    for level, quantile in column.quantiles.items():
+        assert abs(quantile - level) < 0.006  # four standard errors of 131,072 values
+        assert quantile != np.quantile(values.astype(np.float64), level)
+
+
+class MapStyle:
+    """A data set of torch without `__iter__`, whose items never end with an IndexError."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"x": torch.full((number + 1, 2), number), "task": f"t{number}"}
+
+
+def test_a_data_set_of_torch() -> None:
+    with load(torch.utils.data.Subset(MapStyle(), [2, 0]), progress=False) as table:  # type: ignore[arg-type]
+        assert (table.lengths().tolist(), table[0]["task"]) == ([3, 1], "t2")
+    with load(MapStyle(), progress=False) as table:
+        assert table[2]["x"].tolist() == [[2, 2]] * 3
