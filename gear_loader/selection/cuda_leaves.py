@@ -24,9 +24,8 @@ from gear_loader.kernels.sum_tree import (
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.weights import SHARE, may_leave_range, out_of_range
-from gear_loader.storage.queued import FUNCTIONS, QueuedUpdate
+from gear_loader.storage.queued import QueuedUpdate
 from gear_loader.storage.snapshot import Snapshot
-from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import upload
@@ -309,13 +308,8 @@ class UpdateSlot:
         if graph is None or not {consumer.cuda_stream, handle} <= self._streams:
             return None
         if self._queued is None or (self._queued.graph, self._queued.stream) != (graph.handle, handle):
-            self._queued = QueuedUpdate(
-                {name: driver.address_of(name) for name in FUNCTIONS},
-                graph=graph.handle,
-                stream=handle,
-                given=self.given.cuda_event,
-                done=self.done.cuda_event,
-            )
+            events = {"given": self.given.cuda_event, "done": self.done.cuda_event}
+            self._queued = QueuedUpdate(graph.handle, handle, **events)
         return self._queued
 
     def copies(self, parts: Parts) -> Array:

@@ -32,7 +32,8 @@ from gear_loader.storage.counters import NUM_TOUCHED
 from gear_loader.storage.device_images import follow_writes
 from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.priority_updates import check_names
-from gear_loader.storage.queued import LATE, REFUSED, QueuedBatch, queue_drawn, queue_update
+from gear_loader.storage.queue_loops import IN_STEPS, REFUSED, queue_drawn, queue_update
+from gear_loader.storage.queued import QueuedBatch, QueuedDraw
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.storage.snapshot import Snapshot
@@ -117,7 +118,9 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         context, on, priorities = self.context, self._leaves, self.priorities
         reader = context.table._engine.reader()
         sampler: Any = context.sampler
-        if batch.drawn != self._number or draw.count != batch.count or not self._draws_by_graph:
+        if not isinstance(batch, QueuedDraw) or batch.key != self._number:
+            return False
+        if draw.count != batch.count or not self._draws_by_graph:
             return False
         with priorities.mutex:
             stream, position, copy = self._stream, priorities.items.position, 0
@@ -140,7 +143,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             if not reader.queue_inline(queue_drawn, batch, NUM_TOUCHED, position, samples, ticket, *given):
                 return False
             if copy:
-                rows = functools.partial(_parts, replaced.memory, batch.count, batch.count, batch.weights)
+                rows = functools.partial(_parts, replaced.memory, batch.count, batch.count, batch.begin)
                 self.history.remember(draw, _Drawn(rows, replaced.memory))
         return True
 
@@ -296,7 +299,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             result = queue_update(
                 update.words, consumer.cuda_stream, slot.copies(parts), *self._leaves.reports
             )
-            if result == LATE:
+            if result == IN_STEPS:
                 return False
             if result == REFUSED:
                 raise RuntimeError(f"CUDA could not queue an update: the driver returned {update.code}.")
