@@ -43,6 +43,7 @@ from gear_loader.storage.layout import round_up
 from gear_loader.storage.queued import QueuedBatch, QueuedPacked
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.launch_graph import LaunchGraph
 from gear_loader.utils.streams import current_stream
 
 _LIST_BYTES = 1 << 12
@@ -246,16 +247,16 @@ class PackedDeviceBuffers(PackedBuffers):
         in_records = self.table_columns(table)[1]
         if key != (self.version, in_records, not in_records):
             return None
-        if (
-            queued is None
-            or (queued.graph, queued.key, queued.count) != (graph.handle, key, count)
-            or queued.pieces is not self.pieces
-        ):
-            self._queued = queued = self._made_queued(graph.handle, table, count, stream)
+        if queued is None or queued.graph is not graph or queued.pieces is not self.pieces:
+            queued = None
+        if queued is None or queued.count != count:
+            self._queued = queued = self._made_queued(graph, table, count, stream)
         queued.after(gpu.released.cuda_event)
         return queued
 
-    def _made_queued(self, graph: int, table: Table, count: int, stream: torch.cuda.Stream) -> QueuedPacked:
+    def _made_queued(
+        self, graph: LaunchGraph, table: Table, count: int, stream: torch.cuda.Stream
+    ) -> QueuedPacked:
         columns, in_records = self.table_columns(table)
         return QueuedPacked(
             key=self.gpu.work.key,

@@ -27,6 +27,7 @@ from gear_loader.storage.queued import QueuedBatch, QueuedDraw, QueuedPadded
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.launch_graph import LaunchGraph
 from gear_loader.utils.packing import Layout, packed_bytes
 from gear_loader.utils.streams import current_stream
 
@@ -114,15 +115,14 @@ class PaddedDeviceBuffers(PaddedBuffers):
         if self.mover.follows:
             return None  # what is drawn may still be on its way
         queued = self._queued
-        # Also by the key: the driver may give a new graph the handle of one that was destroyed.
-        if queued is None or (queued.graph, queued.key) != (graph.handle, key):
-            self._queued = queued = self._made_queued(graph.handle, key, stream)
+        if queued is None or queued.graph is not graph:
+            self._queued = queued = self._made_queued(graph, key, stream)
         queued.after(gpu.released.cuda_event)
         self.begin()
         self.is_drawn_here = key != _ROWS
         return queued
 
-    def _made_queued(self, graph: int, key: Hashable, stream: torch.cuda.Stream) -> QueuedBatch:
+    def _made_queued(self, graph: LaunchGraph, key: Hashable, stream: torch.cuda.Stream) -> QueuedBatch:
         host, weighs, filled = self.host, self.layout.weighs, self.gpu.filled
         given = host["rows"].numpy(), host["blocks"].numpy(), self.layout.reach
         options: dict[str, Any] = {"key": key, "count": self.layout.batch_size, "wait": filled.synchronize}

@@ -48,8 +48,8 @@ RANDOM, BETA, MEMORY, BYTES = range(21, 25)  # of batches that the GPU draws
 WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(15, 21)  # of packed batches
 LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(21, 28)
 WORDS = 28
-GIVEN, DONE = FILLED, RELEASED
-"""Of an update, which has these two events only."""
+GIVEN, DONE, WAITS = FILLED, RELEASED, NAMES
+"""Of an update: its two events, and whether its tensors are copied, and it is not launched yet."""
 
 BUSY, REFUSED, IN_STEPS = -1, -2, -3
 """Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses;
@@ -60,19 +60,29 @@ assert (_TABLE, _PIECE) == (packed_plan.TABLE_WIDTH, packed_plan.PIECE_WIDTH)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _launch(words: Any, ended: Any, copy: Any) -> Any:
+def _launch(words: Any, ended: Any, copy: Any, update: Any, joined: Any) -> Any:
     """Queue the graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
 
     Args:
-        ended, copy: see `queue_drawn`; 0: there is none.
+        ended, copy, update, joined: see `queue_drawn`; 0: there is none.
     """
-    stream, code = words[STREAM], 0
+    stream, graph, code = words[STREAM], words[GRAPH], 0
+    waits = ended != 0 and update[WAITS] != 0
     if words[RELEASED] != 0:
         code = call(words[_WAIT], stream, words[RELEASED], 0, 0)
     if code == 0 and ended != 0:
         code = call(words[_WAIT], stream, ended, 0, 0)
+    if code == 0 and waits:
+        code = call(words[_WAIT], stream, update[GIVEN], 0, 0)
+    if waits and joined != 0:
+        graph = joined
+    elif code == 0 and waits:
+        code = call(words[_LAUNCH], update[GRAPH], stream, 0, 0)
     if code == 0:
-        code = call(words[_LAUNCH], words[GRAPH], stream, 0, 0)
+        code = call(words[_LAUNCH], graph, stream, 0, 0)
+    if code == 0 and waits:
+        update[WAITS] = 0
+        code = call(words[_RECORD], update[DONE], stream, 0, 0)
     if code == 0 and copy != 0:
         code = call(words[_COPY], copy, words[MEMORY], words[BYTES], stream)
     if code == 0:
@@ -166,7 +176,7 @@ def queue_uniform(  # type: ignore[no-untyped-def]
     rows = np.empty((3, words[COUNT]), dtype=np.int64)
     draw_uniform(items, steps, anchor, first, stride, seed, step, epoch, rows)
     bad = _look_up(index, words, rows, block_steps, num_blocks)
-    return bad if bad != 0 else _launch(words, 0, 0)
+    return bad if bad != 0 else _launch(words, 0, 0, words, 0)
 
 
 @functools.partial(compiled, nogil=False)
@@ -192,7 +202,7 @@ def queue_prioritized(  # type: ignore[no-untyped-def]
         count = words[COUNT]
         carray(pointer(words[WEIGHTS]), (count,), np.float32)[:] = drawn[4].view(np.float32)[:count]
     bad = _look_up(index, words, drawn, block_steps, num_blocks)
-    return bad if bad != 0 else _launch(words, 0, 0)
+    return bad if bad != 0 else _launch(words, 0, 0, words, 0)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -205,7 +215,7 @@ def _reported(words: Any, ended: Any, status: Any, clean: Any) -> Any:
 
 @functools.partial(compiled, nogil=False)
 def queue_drawn(  # type: ignore[no-untyped-def]
-    index, words, ended, status, clean, leaf_key, step, anchor_key, beta, copy
+    index, words, ended, status, clean, leaf_key, step, anchor_key, beta, copy, update, joined
 ):
     """Let a GPU draw a batch by priority, and gather it.
 
@@ -215,6 +225,8 @@ def queue_drawn(  # type: ignore[no-untyped-def]
             writes. clean: int64, what they are without an error.
         leaf_key, step, anchor_key, beta: what the draw reads. copy: address on the GPU that gets a copy of the rows; 0:
             none does.
+        update: words of a `QueuedUpdate` on the same stream; if it waits, it is launched before the draw.
+        joined: a graph of both; 0: there is none.
 
     Returns:
         0, BUSY, IN_STEPS or REFUSED.
@@ -226,12 +238,12 @@ def queue_drawn(  # type: ignore[no-untyped-def]
     random = carray(pointer(words[RANDOM]), (3,), np.int64)
     random[0], random[1], random[2] = leaf_key, step, anchor_key
     carray(pointer(words[BETA]), (1,), np.float32)[0] = beta
-    return _launch(words, ended, copy)
+    return _launch(words, ended, copy, update, joined)
 
 
 @functools.partial(compiled, nogil=False)
-def queue_update(words, consumer, copies, ended, status, clean):  # type: ignore[no-untyped-def]
-    """Copy the tensors of an update on the stream that has written them, and queue it on its own.
+def copy_update(words, consumer, copies, ended, status, clean):  # type: ignore[no-untyped-def]
+    """Copy the tensors of an update on the stream that has written them; from here on it waits.
 
     Args:
         words: of a `QueuedUpdate`. consumer: stream that has written the tensors.
@@ -242,21 +254,34 @@ def queue_update(words, consumer, copies, ended, status, clean):  # type: ignore
     """
     if _reported(words, ended, status, clean):
         return IN_STEPS
-    stream, given, done = words[STREAM], words[GIVEN], words[DONE]
-    code = call(words[_WAIT], consumer, done, 0, 0)
+    code = call(words[_WAIT], consumer, words[DONE], 0, 0)
     for i in range(len(copies)):
         if code == 0:
             code = call(words[_COPY], copies[i, 0], copies[i, 1], copies[i, 2], consumer)
     if code == 0:
-        code = call(words[_RECORD], given, consumer, 0, 0)
-    if code == 0:
-        code = call(words[_WAIT], stream, given, 0, 0)
+        code = call(words[_RECORD], words[GIVEN], consumer, 0, 0)
+    words[CODE], words[WAITS] = code, code == 0
+    return 0 if code == 0 else REFUSED
+
+
+@functools.partial(compiled, nogil=False)
+def launch_update(words, ended):  # type: ignore[no-untyped-def]
+    """Launch an update that waits, on its own stream; 0 or REFUSED.
+
+    Args:
+        words: of a `QueuedUpdate`. ended: as for `queue_drawn`.
+    """
+    if words[WAITS] == 0:
+        return 0
+    stream = words[STREAM]
+    code = call(words[_WAIT], stream, words[GIVEN], 0, 0)
     if code == 0:
         code = call(words[_WAIT], stream, ended, 0, 0)
     if code == 0:
         code = call(words[_LAUNCH], words[GRAPH], stream, 0, 0)
     if code == 0:
-        code = call(words[_RECORD], done, stream, 0, 0)
+        words[WAITS] = 0
+        code = call(words[_RECORD], words[DONE], stream, 0, 0)
     if code == 0:
         code = call(words[_RECORD], ended, stream, 0, 0)
     words[CODE] = code

@@ -12,6 +12,10 @@ from gear_loader.storage import queue_loops as loops
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.launch_graph import LaunchGraph, join
+
+_MOST_JOINED = 8
+"""Graphs of a batch and an update, for each set of buffers."""
 
 __all__ = ["QueuedBatch", "QueuedDraw", "QueuedPacked", "QueuedPadded", "QueuedUpdate"]
 
@@ -20,7 +24,7 @@ class _Queued:
     """A graph that a compiled call launches.
 
     Args:
-        graph: handle of the executable graph. stream: that it is launched on.
+        graph: the graph, which is kept. stream: handle of the one that it is launched on.
 
     Attributes:
         graph, stream: as given. words: int64, for the loop.
@@ -28,10 +32,10 @@ class _Queued:
 
     __slots__ = ("graph", "stream", "words")
 
-    def __init__(self, graph: int, stream: int) -> None:
+    def __init__(self, graph: LaunchGraph, stream: int) -> None:
         self.graph, self.stream = graph, stream
         self.words: Array = np.zeros(loops.WORDS, dtype=np.int64)
-        self.words[[loops.STREAM, loops.GRAPH]] = stream, graph
+        self.words[[loops.STREAM, loops.GRAPH]] = stream, graph.handle
         for name, place in loops.FUNCTIONS.items():
             self.words[place] = driver.address_of(name)
 
@@ -58,7 +62,7 @@ class QueuedBatch(_Queued):
 
     def __init__(
         self,
-        graph: int,
+        graph: LaunchGraph,
         stream: int,
         *,
         key: Hashable,
@@ -116,16 +120,25 @@ class QueuedDraw(QueuedPadded):
         memory, begin: as given.
     """
 
-    __slots__ = ("begin", "memory")
+    __slots__ = ("_joined", "begin", "memory")
 
     def __init__(
         self, *given: Any, draw: tuple[Array, Array], memory: torch.Tensor, begin: int | None, **options: Any
     ) -> None:
         super().__init__(*given, **options)
         self.memory, self.begin = memory, begin
+        self._joined: list[tuple[LaunchGraph, LaunchGraph | None]] = []
         self._tell(loops.RANDOM, draw[0])
         self._tell(loops.BETA, draw[1])
         self.words[[loops.MEMORY, loops.BYTES]] = memory.data_ptr(), memory.numel()
+
+    def joined(self, update: QueuedUpdate) -> int:
+        """Handle of a graph of an update and this batch; 0 if there is none."""
+        found = next((joined for graph, joined in self._joined if graph is update.graph), None)
+        if found is None and len(self._joined) < _MOST_JOINED:
+            found = join(update.graph, self.graph)
+            self._joined.append((update.graph, found))
+        return 0 if found is None else found.handle
 
 
 class QueuedPacked(QueuedBatch):
@@ -175,7 +188,7 @@ class QueuedPacked(QueuedBatch):
 
 
 class QueuedUpdate(_Queued):
-    """An update of priorities that is copied, and whose graph is launched, by one compiled call.
+    """An update of priorities: its tensors are copied by one compiled call, and its graph is launched by the next draw.
 
     Args:
         graph, stream: as for `_Queued`.
@@ -184,6 +197,11 @@ class QueuedUpdate(_Queued):
 
     __slots__ = ()
 
-    def __init__(self, graph: int, stream: int, *, given: int, done: int) -> None:
+    def __init__(self, graph: LaunchGraph, stream: int, *, given: int, done: int) -> None:
         super().__init__(graph, stream)
         self.words[[loops.GIVEN, loops.DONE]] = given, done
+
+    @property
+    def waits(self) -> bool:
+        """Whether its tensors are copied, and it is not launched yet."""
+        return bool(self.words[loops.WAITS])

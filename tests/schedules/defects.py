@@ -25,7 +25,7 @@ from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
 from gear_loader.selection import cuda_leaves, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
-from gear_loader.storage import queue_loops
+from gear_loader.storage import queue_loops, queued
 from gear_loader.storage.reader import TableReader
 from gear_loader.utils import launch_graph
 
@@ -254,14 +254,38 @@ def _launches_of_old_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PackedDeviceBuffers, "_replace", keep)
 
 
+def _first_joined(patch: pytest.MonkeyPatch) -> None:
+    """Of each set of buffers there is one graph with an update, whichever that is."""
+    joined = queued.QueuedDraw.joined
+
+    def first(self: Any, update: Any) -> int:
+        return self._joined[0][1].handle if self._joined else joined(self, update)
+
+    patch.setattr(queued.QueuedDraw, "joined", first)
+
+
+def _no_tensors(patch: pytest.MonkeyPatch) -> None:
+    """Compiled calls record no event on streams of the consumer, where an update's tensors are copied."""
+    launch, record, ours = cuda.Cuda.cuGraphLaunch, cuda.Cuda.cuEventRecord, set[int]()
+
+    def launched(self: Any, graph: int, stream: int) -> int:
+        ours.add(stream)
+        return launch(self, graph, stream)
+
+    patch.setattr(cuda.Cuda, "cuGraphLaunch", launched)
+    patch.setattr(
+        cuda.Cuda, "cuEventRecord", lambda self, *given: record(self, *given) if given[1] in ours else 0
+    )
+
+
 def _planned_for_old_memory(patch: pytest.MonkeyPatch) -> None:
     """What a compiled call knows of a packed batch is made once, but for the graph."""
     made_here = PackedDeviceBuffers._made_queued
 
-    def once(self: Any, graph: int, *given: Any) -> Any:
+    def once(self: Any, graph: Any, *given: Any) -> Any:
         made = made_here(self, graph, *given)
         old = vars(self).setdefault("first_queued", made)
-        old.words[queue_loops.GRAPH], old.graph, old.key = graph, graph, made.key
+        old.words[queue_loops.GRAPH], old.graph, old.key = graph.handle, graph, made.key
         return old if old.count == made.count else made
 
     patch.setattr(PackedDeviceBuffers, "_made_queued", once)
@@ -307,6 +331,12 @@ DEFECTS: dict[str, Defect] = {
     "draws and updates that are queued in one call do not say when they end": Defect(
         _left_out(Event, "record", "cuEventRecord"), Scenario.queued_draws
     ),
+    "an update that waits for the next draw is not launched before another one": Defect(
+        lambda patch: patch.setattr(cuda_leaves.CudaLeaves, "launch_update", lambda self: None),
+        Scenario.queued_draws,
+    ),
+    "a draw is launched with an earlier update": Defect(_first_joined, Scenario.queued_draws),
+    "a draw and an update do not wait for the update's tensors": Defect(_no_tensors, Scenario.queued_draws),
     "one compiled call draws with numbers of an earlier batch": Defect(
         lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.queued_draws
     ),

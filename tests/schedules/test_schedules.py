@@ -109,7 +109,7 @@ CASES = {
     "draws by priority that are queued in one call": Case(
         Scenario.queued_draws, 1, 24, seen="queued", least=3
     ),
-    "updates that are queued in one call": Case(Scenario.queued_draws, 0, 8, seen="queued updates", least=3),
+    "updates that are launched with the next draw": Case(Scenario.queued_draws, 0, 8, seen="joined", least=3),
     "groups": Case(Scenario.groups, 1, 8),
     "device memory": Case(Scenario.in_device_memory, 1, 32, seen="store", least=20),
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
