@@ -36,6 +36,7 @@ public_modules = [
     "gear_loader.checkpoint",
     "gear_loader.distributed",
     "gear_loader.errors",
+    "gear_loader.exports",
     "gear_loader.graph",
     "gear_loader.integrations.torchrl",
     "gear_loader.sources",

@@ -10,7 +10,7 @@ from gear_loader.utils.lazy import loader
 from gear_loader.utils.provided import provide
 
 if TYPE_CHECKING:
-    from gear_loader import distributed, graph, sources, transforms
+    from gear_loader import distributed, exports, graph, sources, transforms
     from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
     from gear_loader.collection.windows import Whole
@@ -91,6 +91,7 @@ __all__ = [
     "connect",
     "distributed",
     "errors",
+    "exports",
     "graph",
     "load_dataset",
     "prometheus_text",
@@ -159,14 +160,21 @@ _load = loader(__name__, _MODULES)
 
 # Parts of `Table` and `connect` that higher rooms implement: module and name there.
 _PARTS = {
+    "Learner": ("transport.learner", "Learner"),
+    "LearnerLink": ("transport.learner_link", "LearnerLink"),
     "LoadOptions": ("checkpoint.loading", "LoadOptions"),
+    "RemoteDataset": ("transport.remote_dataset", "RemoteDataset"),
+    "RemoteOrigin": ("transport.remote_dataset", "RemoteOrigin"),
+    "Sampled": ("storage.engine", "Sampled"),
     "TierFiles": ("checkpoint.tier_reader", "FileReader"),
     "connect_through_ray": ("integrations.ray", "connect"),
     "create_on_disk": ("checkpoint.behind", "create"),
     "load": ("checkpoint.loading", "load"),
+    "options_to_json": ("transport.learner_options", "options_to_json"),
     "promote": ("checkpoint.spilling", "promote"),
     "recover": ("checkpoint.recovering", "recover"),
     "save": ("checkpoint.saving", "save"),
+    "export": ("exports.formats", "export"),
     "gather": ("collection.chosen", "gather"),
     "sample": ("dataset.table_sample", "sample"),
     "serve": ("transport.table_server", "serve"),
@@ -182,7 +190,7 @@ provide(_part)
 
 
 def __getattr__(name: str) -> Any:
-    packages = ("distributed", "graph", "sources", "transforms")
+    packages = ("distributed", "exports", "graph", "sources", "transforms")
     return importlib.import_module(f"{__name__}.{name}") if name in packages else _load(name)
 
 

@@ -264,6 +264,85 @@ def show_live(
     watch(look, interval=interval, count=count)
 
 
+# ---------------------------------------------------------------- look, convert
+
+
+@app.command("look")
+def look_at(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="TABLE|DIRECTORY|ADDRESS",
+            help="A table of this machine, the directory of a checkpoint, or what gear_loader.load_dataset takes.",
+        ),
+    ],
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page with pictures of some episodes, too.")
+    ] = None,
+    episode: Annotated[
+        list[int] | None, typer.Option(help="Number of an episode of the page; may be given several times.")
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Otherwise, so many episodes, evenly spaced.")] = 4,
+    most: Annotated[int, typer.Option(min=1, help="Most episodes of a data set that are loaded.")] = 1000,
+) -> None:
+    """Show what is in a table or data set: episodes, lengths, columns, ranges, frames and curves."""
+    # Imported here because they load torch.
+    from pathlib import Path
+
+    from gear_loader.errors import GearError, SchemaError
+    from gear_loader.look.summary import episode_numbers, opened, print_summary, summarise
+    from gear_loader.utils.paths import local_path
+
+    try:
+        path = None if html is None else Path(local_path(html, SchemaError, "--html"))
+        with opened(source, most) as table:
+            found = summarise(table, source)
+            chosen = episode_numbers(len(found.lengths), episode or (), episodes)
+            print_summary(found)
+            if path is not None:
+                from gear_loader.look.page import page
+
+                path.write_text(page(table, found, chosen), "utf-8")
+                typer.echo(f"Written: {path}")
+    except (GearError, OSError, ImportError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command("convert")
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FROM", help="As for `look`: a table, a directory of a checkpoint, or a data set."
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TO",
+            help="As gear_loader.Table.export takes it: parquet:PATH, hf:FOLDER, npz:FOLDER, minari:ID.",
+        ),
+    ],
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=COLUMN]", help="A column, or its name there and here; by default all."),
+    ] = None,
+) -> None:
+    """Write a table or data set as a data set of another format."""
+    from gear_loader.errors import GearError
+    from gear_loader.look.summary import opened
+
+    columns = {name: here or name for name, _, here in (each.partition("=") for each in column or ())}
+    try:
+        with opened(source, None) as table:
+            table.export(target, columns=columns or None)
+            typer.echo(f"Written: {target} ({len(table):,} episodes, {table.num_steps:,} steps)")
+    except (GearError, OSError, ImportError, ValueError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
 # ---------------------------------------------------------------- rm
 
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.storage.statistics import Statistics
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import at_least, finite, flag
 from gear_loader.utils.packing import upload
@@ -142,18 +144,27 @@ class Normalize(_OfColumns):
     The statistics are part of the dataset's state. In validation, test and prediction they are used but not changed.
     Each rank has its own. They depend on the order of batches, so `DataLoader` workers need ``frozen=True``.
 
+    ``Normalize("obs", "next_obs", statistics=table.statistics)`` uses those of the column ``obs`` in the whole table,
+    which do not change.
+
     Args:
         *columns: names of the batch's entries.
         eps: added to the variance.
         clip: largest absolute value of the result; None for any.
         frozen: whether the statistics no longer change. An attribute, which may be set at any time.
+        statistics: of a table, `Table.statistics`, with the first of the columns.
 
     Raises:
         SchemaError: an invalid option; at the first batch: an unknown column.
     """
 
     def __init__(
-        self, *columns: str, eps: float = 1e-8, clip: float | None = None, frozen: bool = False
+        self,
+        *columns: str,
+        eps: float = 1e-8,
+        clip: float | None = None,
+        frozen: bool = False,
+        statistics: Statistics | None = None,
     ) -> None:
         super().__init__(columns)
         if not finite(eps) or eps < 0 or (clip is not None and (not finite(clip) or clip <= 0)):
@@ -163,6 +174,15 @@ class Normalize(_OfColumns):
         self.eps, self.clip, self.frozen = float(eps), clip, flag("frozen", frozen)
         # Count, mean and sum of squared deviations, float64; never changed in place.
         self._moments: _Moments | None = None
+        if statistics is not None:
+            if not isinstance(statistics, Mapping) or columns[0] not in statistics:
+                raise SchemaError(
+                    f"statistics is {shown(statistics)}; expected those of a table, with the column {columns[0]!r}."
+                )
+            found = statistics[columns[0]]
+            parts = (np.float64(found.count), found.mean, np.square(found.std) * found.count)
+            self._moments = tuple(torch.tensor(part, dtype=torch.float64) for part in parts)  # type: ignore[assignment]
+            self.frozen = True
 
     def _options(self) -> dict[str, Any]:
         return {"eps": self.eps, "clip": self.clip}

@@ -96,7 +96,8 @@ def existing(window: Any, anchor: int, length: int) -> np.ndarray:
 
 def padded(window: gear.Window, anchor: int, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The values of a window, ``[length, *shape]``, and which of them exist, bool ``[length]``."""
-    wanted = np.arange(anchor + window.offset, anchor + window.offset + window.length)
+    relative = np.arange(window.length) * window.every if window.at is None else np.array(window.at)
+    wanted = anchor + window.offset + relative
     mask = (wanted >= 0) & (wanted < len(steps))
     values = np.zeros((window.length, *steps.shape[1:]), dtype=steps.dtype)
     values[mask] = steps[wanted[mask]]

@@ -139,8 +139,8 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
     )
     tokens = {"plain torch": 4e8, "ours": 5e8, "pad_sequence": 1e8}
     put("packed", "1 columns", "1 column", tokens, "plain torch", {"columns": 1, "item": "token"}, "rows")
-    files = {"DataLoader, files, Pillow": 400.0, "ours": 900.0}
-    put("images", "jpeg", "jpegs", files, "DataLoader, files, Pillow", {"batch": 64, "item": "image"}, "rows")
+    files = {"LeRobot": 400.0, "ours": 900.0}
+    put("values", "images", "jpegs", files, "LeRobot", {"batch": 64, "item": "image"}, "rows")
     sampled = {"plain torch": 1e5, "ours": 9e5, "PyG NeighborLoader": 2e5}
     put("graph", "sampling", "256 seeds", sampled, "plain torch", {"batch": 256, "item": "seed"}, "rows")
     remote = {"carrier": 3e4, "ours": 1e4, "Reverb": 4e3}

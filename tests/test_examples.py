@@ -32,7 +32,8 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
     ids=lambda path: path.stem,
 )
 def test_an_example_says_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which one of them sets
+    for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("MUJOCO_GL", "egl")):  # which some of them set
+        monkeypatch.setenv(name, value)
     for package in ("gymnasium", "lightning", "sklearn"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as end:
@@ -95,6 +96,21 @@ def test_vlm_grpo(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_robot_video(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip("mujoco")
+    look = "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8)"
+    variables = {"MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}
+    if subprocess.run(
+        [sys.executable, "-c", look], env={**os.environ, **variables}, capture_output=True
+    ).returncode:
+        pytest.skip("MuJoCo cannot draw here")
+    shown = run(EXAMPLES / "robot_video.py", "--quick", cwd=tmp_path)
+    assert "MB of video, once for 2 ranks" in shown
+    assert "New targets" in shown
+
+
+@pytest.mark.long
 def test_online_actors(tmp_path: Path) -> None:
     shown = run(EXAMPLES / "online_actors.py", "--quick", "--out", tmp_path, cwd=tmp_path)
     assert "takes its place" in shown
@@ -119,6 +135,12 @@ def test_actors_anywhere(tmp_path: Path) -> None:
     assert "An actor is killed" in shown
     assert "The link is cut" in shown
     assert "Every episode is there once, as it was played: 900 of 3 actors." in shown
+
+
+@pytest.mark.long
+def test_remote_learner(tmp_path: Path) -> None:
+    shown = run(EXAMPLES / "remote_learner.py", "--batches", "80", cwd=tmp_path)
+    assert "Its batches are those of a learner that nothing happened to." in shown
 
 
 def _children(pid: int) -> set[int]:

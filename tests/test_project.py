@@ -39,6 +39,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"distributed", "doctor"}),
     frozenset({"graph"}),
     frozenset({"integrations", "lightning", "top", "warmup"}),
+    frozenset({"exports"}),
+    frozenset({"look"}),
     frozenset({FRONT_DOOR, "cli"}),
     frozenset({"__main__"}),
 )
@@ -50,6 +52,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"safetensors", "xxhash"}),
     "collection": frozenset({"tensordict"}),
     "cli": frozenset({"psutil", "rich", "typer"}),
+    "look": frozenset({"markupsafe", "rich"}),
     "integrations": frozenset(
         {"gymnasium", "minari", "ray", "stable_baselines3", "tensordict", "tianshou", "torchrl"}
     ),
@@ -59,7 +62,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "storage": frozenset({"llvmlite", "msgpack"}),
     "top": frozenset({"rich"}),
     "transport": frozenset({"nixl", "ucp", "ucxx"}),
-    "utils": frozenset({"rich"}),
+    "utils": frozenset({"fsspec", "rich"}),
 }
 IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 
@@ -67,6 +70,8 @@ IN_KERNELS = frozenset({"numpy", "torch", "triton"})  # in place of EVERYWHERE
 LOADED_ON_DEMAND = (
     "PIL",
     "av",
+    "datasets",
+    "fsspec",
     "gymnasium",
     "h5py",
     "lightning",
@@ -76,6 +81,7 @@ LOADED_ON_DEMAND = (
     "msgpack",
     "mujoco",
     "nixl",
+    "pyarrow",
     "pytorch_lightning",
     "ray",
     "rich",
@@ -139,6 +145,7 @@ TABLE_NAMES = [
     "clear",
     "close",
     "create",
+    "export",
     "extend",
     "extend_as",
     "fill",
@@ -148,6 +155,7 @@ TABLE_NAMES = [
     "indices",
     "lengths",
     "load",
+    "loading",
     "name",
     "num_steps",
     "on_full",
@@ -165,6 +173,7 @@ TABLE_NAMES = [
     "serve",
     "set",
     "set_origin",
+    "statistics",
     "stats",
     "unfilled",
     "unlink",
@@ -173,10 +182,11 @@ TABLE_NAMES = [
     "writers",
 ]
 # Where a module is named by a string: the front door, which finds public names and the parts of `Table` that higher
-# rooms implement on first use; other people's packages that are optional; and a carrier by its name.
+# rooms implement on first use; other people's packages that are optional; readers of data sets; and a carrier.
 BY_STRING = {
     "gear_loader.__init__": 2,
     "gear_loader.sources._optional": 1,
+    "gear_loader.sources.named": 1,
     "gear_loader.storage.coders": 1,
     "gear_loader.transport.channel": 1,
     "gear_loader.transport.nixl_agent": 1,

@@ -59,8 +59,8 @@ device | cuda | |
     what a batch on a GPU costs the host and the GPU, part by part
 packed | cpu, cuda | |
     packed batches of sequences of uneven length, by a budget of tokens
-images | cpu | |
-    batches of decoded jpegs, beside DataLoader over files and over a tar
+values | cpu | LeRobot, Lance, WebDataset |
+    images, video and token sequences: speed, bytes stored, memory of 4 readers
 graph | cpu, cuda | |
     neighbour sampling with features, and serving a GraphSAGE, beside PyG and plain torch
 learn | cpu | SB3 |

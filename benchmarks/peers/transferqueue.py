@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import sequences
+from benchmarks.peers import sequences, values
 
 PACKAGES = ("TransferQueue", "ray", "tensordict", "torch", "numpy")
 MODULES = ("ray", "transfer_queue", "tensordict", "torch")
@@ -60,4 +61,39 @@ class Sequences(sequences.Subject):
         super().close()
 
 
-KINDS: dict[str, dict[str, Any]] = {"sequences": {"TransferQueue": Sequences}}
+class Tokens(values.Subject):
+    """The same from another task's data; a batch is what `kv_batch_get` returns."""
+
+    def fill(self) -> None:
+        self.store = Sequences(self.data.columns, self.data.lengths.tolist())
+        self.store.fill()
+
+    def open(self, batch: int, window: int, workers: int) -> Iterator[Any]:
+        random = np.random.default_rng(3)
+        while True:
+            chosen = random.integers(self.data.count, size=batch).tolist()
+            yield self.store.read(chosen), chosen
+
+    def rows(self, batch: Any) -> Iterator[tuple[int, list[np.ndarray]]]:
+        found, chosen = batch
+        columns = [self.store.rows(found, column) for column in range(self.data.columns)]
+        for number, row in zip(chosen, zip(*columns, strict=True), strict=True):
+            yield number, list(row)
+
+    def count(self, batch: Any) -> int:
+        return int(self.data.lengths[batch[1]].sum())
+
+    def stored(self) -> int:
+        """Memory of its processes is not looked at."""
+        return 0
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+        super().close()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "sequences": {"TransferQueue": Sequences},
+    "values": {"TransferQueue": Tokens},
+}

@@ -60,9 +60,9 @@ _PICTURES: dict[
         partial(bars.draw_panels, "graph"),
         "Sampled neighbourhoods with features, by the seed; whiskers from p10 to p90.",
     ),
-    "images": (
-        partial(bars.draw_panels, "images"),
-        "Batches of encoded images, decoded; whiskers from p10 to p90.",
+    "values": (
+        partial(bars.draw_panels, "values"),
+        "Batches of decoded images and frames, and of token sequences; whiskers from p10 to p90.",
     ),
     "select": (
         lines.draw_select,

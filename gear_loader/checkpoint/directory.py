@@ -16,13 +16,15 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
+from gear_loader.checkpoint.open_files import O_DIRECT, FileToRead, NewFile
 from gear_loader.errors import CheckpointError
 from gear_loader.utils.descriptors import Descriptor, open_descriptor
 
 REMEDY = "Restore it from a copy, or load another checkpoint."
+_Result = TypeVar("_Result")
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -56,7 +58,14 @@ class Directory:
     Args:
         file: of the directory, closed at the end of a `with` block.
         path: path of the directory in error messages.
+
+    Attributes:
+        token: part of the names of new files, where there is no lock that keeps two saves apart; else "".
+        threads: how many read it together, or 0 for as many as there are cores.
     """
+
+    token = ""
+    threads = 0
 
     def __init__(self, file: Descriptor, path: str) -> None:
         self._file, self.path = file, path
@@ -237,7 +246,52 @@ class Directory:
                 with contextlib.suppress(OSError):
                     self.remove_file(name)
 
+    def is_abandoned(self, name: str) -> bool:
+        """Whether an entry that no manifest names can be removed: under the lock nobody else writes it."""
+        return True
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Bytes of files that a checkpoint must have, or of links to some; -1 of anything else.
+
+        Raises:
+            CheckpointError: one is missing.
+        """
+        found = []
+        for name in names:
+            with readable(self.at(name)):
+                info = os.stat(name, dir_fd=self.fd)
+            found.append(info.st_size if stat.S_ISREG(info.st_mode) else -1)
+        return found
+
     # ---------------------------------------------------------------- files
+
+    def again(self, write: Callable[[], _Result], name: str) -> _Result:
+        """Call what writes a new file; it is called again where that may help."""
+        return write()
+
+    def new_file(self, name: str, size: int, *, direct: bool = False) -> NewFile:
+        """Create a file for writing from its beginning to its end.
+
+        Args:
+            size: most bytes that it will have. direct: past the page cache, if the file system can do so.
+
+        Raises:
+            FileExistsError: an entry of this name exists.
+        """
+        if not direct or not O_DIRECT:
+            return NewFile(self.create(name))
+        try:
+            return NewFile(self.create(name, O_DIRECT))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            self.remove_file(name)  # some file systems create the file before they refuse O_DIRECT
+        return NewFile(self.create(name))
+
+    def open_to_read(self, name: str) -> FileToRead:
+        """As `open_file`."""
+        return FileToRead(self.open_file(name))
 
     def create(self, name: str, flags: int = 0) -> Descriptor:
         """Create a file for writing.
@@ -325,20 +379,3 @@ class Directory:
             "directory with everything its links point to), or use another directory. The path of the checkpoint "
             "itself may be a link."
         )
-
-
-def open_to_load(path: str, missing: str) -> Directory:
-    """Open the directory of a checkpoint for loading.
-
-    Args:
-        missing: text of the error if the directory does not exist.
-
-    Raises:
-        CheckpointError: the directory does not exist or cannot be read.
-    """
-    try:
-        return Directory.open(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(missing) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error

@@ -6,7 +6,7 @@ import contextlib
 import os
 
 from gear_loader.checkpoint.changes import OnDisk
-from gear_loader.checkpoint.directory import Directory, open_to_load
+from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.housekeeping import (
     check_owned,
     convert_errors,
@@ -19,6 +19,7 @@ from gear_loader.checkpoint.housekeeping import (
 from gear_loader.checkpoint.index import IndexFile
 from gear_loader.checkpoint.manifest import Manifest, no_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, PREVIOUS_NAME, SHARDS_NAME
+from gear_loader.checkpoint.opening import open_to_load
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk
 from gear_loader.utils.descriptors import Descriptor

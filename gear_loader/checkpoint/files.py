@@ -7,12 +7,9 @@ cache.
 from __future__ import annotations
 
 import _thread
-import contextlib
-import errno
-import fcntl
+import functools
 import math
 import mmap
-import os
 import queue
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,16 +19,14 @@ import xxhash
 
 from gear_loader.checkpoint.directory import Directory, named
 from gear_loader.checkpoint.json_file import FileRecord
+from gear_loader.checkpoint.open_files import SECTOR, NewFile
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.descriptors import Descriptor
 
 PIECE_BYTES = 8 << 20
 BUFFERS = 4
 """Pieces in flight. With two, thread and caller wait for each other to wake up on a busy machine."""
 
-_SECTOR = 4096
 _LONGEST_HEADER = 1 << 16
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 # Files -----------------------------------------------------------------------------------------------
@@ -39,43 +34,14 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 def write_small(directory: Directory, name: str, data: bytes | memoryview) -> FileRecord:
     """Write and sync a new file that fits into memory."""
-    with directory.create(name) as file, named(directory.at(name)):
-        write_all(file.fileno(), memoryview(data))
-        os.fsync(file.fileno())
+
+    def write() -> None:
+        with directory.new_file(name, len(data)) as file, named(directory.at(name)):
+            file.write(memoryview(data))
+            file.sync()
+
+    directory.again(write, name)
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
-
-
-def write_all(fd: int, view: memoryview) -> None:
-    """Write at the file's position. The part after the last whole sector goes through the page cache."""
-    while len(view):
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        direct = flags & _O_DIRECT
-        whole = len(view) // _SECTOR * _SECTOR if direct else len(view)
-        if direct and whole == 0:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
-            continue
-        try:
-            done = os.write(fd, view[:whole])
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            done = 0  # a file system with larger sectors
-        if direct and (done == 0 or done % _SECTOR):
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
-        elif done == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        view = view[done:]
-
-
-def _open_new(directory: Directory, name: str) -> Descriptor:
-    try:
-        return directory.create(name, _O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not _O_DIRECT:
-            raise
-    with contextlib.suppress(FileNotFoundError):
-        directory.remove_file(name)  # some file systems create the file before they refuse O_DIRECT
-    return directory.create(name)
 
 
 class _Checksums:
@@ -113,10 +79,10 @@ class Arena:
 
     def take(self, use: str, sizes: Sequence[int]) -> list[Array]:
         """Arrays uint8 of these numbers of bytes, each from a multiple of 4096 on; those taken for this use end."""
-        rounded = [-(-size // _SECTOR) * _SECTOR for size in sizes]
+        rounded = [-(-size // SECTOR) * SECTOR for size in sizes]
         if use not in self._memory or len(self._memory[use]) < sum(rounded):
             self._memory.pop(use, None)  # before more is allocated
-            self._memory[use] = np.frombuffer(mmap.mmap(-1, max(_SECTOR, sum(rounded))), dtype=np.uint8)
+            self._memory[use] = np.frombuffer(mmap.mmap(-1, max(SECTOR, sum(rounded))), dtype=np.uint8)
         memory, starts = self._memory[use], np.cumsum([0, *rounded]).tolist()
         return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
@@ -204,7 +170,7 @@ class ColumnWriter:
         if self._thread is not None:
             self._thread.end()
 
-    def _submit(self, file: Descriptor, path: str, view: memoryview) -> _Call:
+    def _submit(self, file: NewFile, path: str, view: memoryview) -> _Call:
         if self._thread is not None:
             return self._thread.submit(_write_piece, file, path, view)
         call = _Call(_write_piece, (file, path, view))
@@ -234,14 +200,27 @@ class ColumnWriter:
         Returns:
             Checksums of the chunks, 8 bytes each.
         """
+        given = directory, name, header, rows, step_bytes, piece, chunk_bytes
+        return directory.again(functools.partial(self._write, *given), name)
+
+    def _write(
+        self,
+        directory: Directory,
+        name: str,
+        header: bytes,
+        rows: int,
+        step_bytes: int,
+        piece: Callable[[Array, int, int], Array],
+        chunk_bytes: int,
+    ) -> bytes:
         checksums = _Checksums(chunk_bytes)
         calls: list[_Call | None] = [None] * BUFFERS
         # Whole sectors if they can be: rows that end amid one would go through the page cache.
-        aligned = _SECTOR // math.gcd(_SECTOR, step_bytes)
+        aligned = SECTOR // math.gcd(SECTOR, step_bytes)
         most = max(1, PIECE_BYTES // step_bytes)
         most -= most % aligned if most >= aligned else 0
         path = directory.at(name)
-        file = _open_new(directory, name)
+        file = directory.new_file(name, len(header) + rows * step_bytes, direct=True)
         try:
             for turn, begin in enumerate([-1, *range(0, rows, most)]):
                 turn %= BUFFERS
@@ -258,7 +237,7 @@ class ColumnWriter:
             for turn in range(BUFFERS):
                 _wait(calls, turn)
             with named(path):
-                os.fsync(file.fileno())
+                file.sync()
         finally:
             if self._thread is not None:
                 self._thread.submit(_nothing).wait()  # also for calls whose submission was interrupted
@@ -272,9 +251,9 @@ def _wait(calls: list[_Call | None], turn: int) -> None:
         call.result()
 
 
-def _write_piece(file: Descriptor, path: str, view: memoryview) -> None:
+def _write_piece(file: NewFile, path: str, view: memoryview) -> None:
     with named(path):
-        write_all(file.fileno(), view)
+        file.write(view)
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
@@ -30,6 +30,7 @@ from gear_loader.storage.index import Index
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.table import Table
 from gear_loader.utils.descriptors import Descriptor
+from gear_loader.utils.paths import is_address
 
 _MANIFESTS = (MANIFEST_NAME, PREVIOUS_NAME)
 
@@ -45,6 +46,8 @@ def convert_errors(directory: str) -> Iterator[None]:
         where = error.filename or directory
         if is_full(error):
             remedy = "Free some space there, or save to another disk."
+        elif is_address(directory):
+            remedy = "Check the address and its permissions, or save to another one."
         else:
             remedy = "Make the directory writable, or save to another one."
         raise CheckpointError(
@@ -101,10 +104,11 @@ def check_owned(directory: Directory, manifest: str, ours: Callable[[str], bool]
     Raises:
         CheckpointError: it holds other files.
     """
-    names = directory.names()
-    if manifest in names or not names:
+    if directory.has(manifest):
         return
-    if LOCK_NAME not in names or not all(ours(name) for name in names):
+    names = directory.names()
+    locked = LOCK_NAME in names or directory.token
+    if names and not (locked and all(ours(name) for name in names)):
         raise CheckpointError(
             f"{directory.path} holds {sorted(names)[0]!r} and no {manifest}: it is no {what}, and nothing was "
             "written. Choose an empty directory or a new one."
@@ -171,9 +175,14 @@ def unlock(file: Descriptor, process: int) -> None:
 def under_lock(directory: Directory, section: Callable[[], object]) -> None:
     """Call `section` while holding the lock of a checkpoint's directory, also if an exception arrives at any bytecode.
 
+    A bucket has no lock: names are unique there, and `check_unchanged` is called before the manifest is written.
+
     Raises:
         CheckpointError: another save, or another table's background writer, holds it.
     """
+    if directory.token:
+        section()
+        return
     taken: list[Descriptor] = []
     process = os.getpid()
 
@@ -189,6 +198,22 @@ def under_lock(directory: Directory, section: Callable[[], object]) -> None:
             release()
     finally:
         release()  # again: the call above may be interrupted
+
+
+def check_unchanged(directory: Directory, found: Callable[[], str], save: str) -> None:
+    """Check, where there is no lock, that no other save has replaced a checkpoint since this one began.
+
+    Args:
+        found: the name of the save that is there, "" of none. save: that which was there.
+
+    Raises:
+        CheckpointError: another save has.
+    """
+    if directory.token and found() != save:
+        raise CheckpointError(
+            f"{directory.path} was written by another save while this one ran; that one counts. Save there from one "
+            "process at a time, or elsewhere."
+        )
 
 
 def keep_previous(directory: Directory) -> None:
@@ -225,32 +250,39 @@ def manifests_of(directory: Directory, *, previous: bool) -> tuple[Manifest | No
     return manifest, before
 
 
-def sweep(directory: Directory, *manifests: Manifest | None) -> None:
+def sweep(directory: Directory, *manifests: Manifest | None, replaced: Manifest | None = None) -> None:
     """Remove files that no manifest names. The next save removes files that cannot be removed now.
 
     Args:
         manifests: the current one; and the one before it, which is removed too if it is not given.
+        replaced: the one that the current one has replaced. In a bucket its files are removed, and others when another
+            save cannot be writing them (`Directory.is_abandoned`).
     """
     kept = [manifest for manifest in manifests if manifest is not None]
-    keep = {f"{segment.number:06d}" for manifest in kept for segment in manifest.segments}
+    keep = {segment.name for manifest in kept for segment in manifest.segments}
     indices = {manifest.index_name for manifest in kept}
+    before = {replaced.index_name, *(segment.name for segment in replaced.segments)} if replaced else set()
     unfinished = {MANIFEST_NAME + PART, PREVIOUS_NAME + PART}
     if len(kept) < 2:
         unfinished.add(PREVIOUS_NAME)
 
     def old(name: str) -> bool:
         is_index = INDEX_NAME.fullmatch(name.removesuffix(PART)) is not None
-        return name in unfinished or (is_index and name not in indices)
+        if is_index and name not in indices:
+            return name in before or directory.is_abandoned(name)
+        return name in unfinished
 
     directory.remove_files(old)
     with contextlib.suppress(OSError), directory.child(SEGMENTS_NAME) as segments:
-        _remove_segments(segments, keep)
+        _remove_segments(
+            segments, lambda name: name not in keep and (name in before or segments.is_abandoned(name))
+        )
 
 
-def _remove_segments(segments: Directory, keep: Collection[str]) -> None:
-    """Remove segments and the files that a save writes there; other files stay."""
+def _remove_segments(segments: Directory, old: Callable[[str], bool]) -> None:
+    """Remove segments whose names satisfy `old`, and the files that a save writes there; other files stay."""
     for name in segments.names():
-        if _is_segment(name) and name not in keep:
+        if _is_segment(name) and old(name):
             with contextlib.suppress(OSError):
                 with segments.child(name) as segment:
                     segment.remove_files(is_segment_file)
@@ -266,7 +298,7 @@ def remove_checkpoint(parent: Directory, name: str) -> None:
     with parent.child(name) as directory:
         with contextlib.suppress(FileNotFoundError):
             with directory.child(SEGMENTS_NAME) as segments:
-                _remove_segments(segments, ())
+                _remove_segments(segments, lambda name: True)
             directory.rmdir(SEGMENTS_NAME)
         directory.remove_files(lambda name: name in _MANIFESTS or is_unfinished_save(name))
     parent.rmdir(name)

@@ -17,10 +17,10 @@ import xxhash
 
 from gear_loader.checkpoint import old_versions
 from gear_loader.checkpoint.directory import REMEDY, Directory, named
-from gear_loader.checkpoint.files import write_all
 from gear_loader.checkpoint.json_file import FileRecord, read_limited
 from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, PART, index_file
+from gear_loader.checkpoint.open_files import NewFile
 from gear_loader.checkpoint.trajectory_records import RECORD, ids_of, newest_of, no_records, rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.kernels.sum_tree import UNSET
@@ -38,24 +38,25 @@ class IndexFile:
     """The index that a save has written, to which the next one can append.
 
     Attributes:
-        number: of the save that began it, part of its name.
+        name: of the file.
         record: its valid bytes and their checksum.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number, self._checksum, self._size = number, xxhash.xxh3_128(), 0
+    def __init__(self, name: str) -> None:
+        self.name, self._checksum, self._size = name, xxhash.xxh3_128(), 0
         self.record = FileRecord(0, self._checksum.hexdigest())
 
     @classmethod
     def write(cls, directory: Directory, number: int, records: Array) -> IndexFile:
         """Write a new file with the records of all trajectories, and sync it."""
-        file, name = cls(number), index_file(number)
-        with directory.create(name + PART) as part, named(directory.at(name + PART)):
-            file._put(part.fileno(), records)
-        directory.rename(name + PART, name)
+        file = cls(index_file(number, directory.token))
+        name, size = file.name + PART, (len(records) + _BLOCK) * RECORD.itemsize
+        with directory.new_file(name, size) as part, named(directory.at(name)):
+            file._put(part, records)
+        directory.rename(name, file.name)
         return file
 
-    def _put(self, fd: int, records: Array) -> None:
+    def _put(self, file: NewFile, records: Array) -> None:
         """Write and sync records, and others up to the next block."""
         data = np.ascontiguousarray(records).view(np.uint8).data
         self._size += len(data)
@@ -65,8 +66,8 @@ class IndexFile:
         self._size += len(rest)
         self._checksum.update(rest)
         for part in (data, memoryview(rest)):
-            write_all(fd, part)
-        os.fsync(fd)
+            file.write(part)
+        file.sync()
 
     def has_room(self, more: int, live: int) -> bool:
         """Whether `more` records can be appended; else half of the file would be out of date.
@@ -82,7 +83,7 @@ class IndexFile:
         Raises:
             CheckpointError: the file was cut or changed.
         """
-        name, after = index_file(self.number), IndexFile(self.number)
+        name, after = self.name, IndexFile(self.name)
         after._size, after._checksum = self._size, self._checksum.copy()
         with directory.open_to_append(name) as file, named(directory.at(name)):
             found = os.fstat(file.fileno()).st_size
@@ -91,7 +92,7 @@ class IndexFile:
                     f"{directory.at(name)} has {found:,} bytes; expected {self._size:,}: it was cut or changed. "
                     "The next write replaces it."
                 )
-            after._put(file.fileno(), records)
+            after._put(NewFile(file), records)
         return after
 
 

@@ -51,13 +51,15 @@ def manifest_bytes(kind: str, version: int, fields: dict[str, Any]) -> bytes:
     return text.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(text).encode(), 1)
 
 
-def read_fields(directory: Directory, name: str, kind: str, *versions: int, missing: str) -> Fields:
+def read_fields(
+    directory: Directory, name: str, kind: str, *versions: int, missing: Callable[[], str]
+) -> Fields:
     """Read a manifest and check its size, format, version and checksum.
 
     Args:
         name: file name.
         kind: expected format string. versions: those that can be read.
-        missing: text of the error if the file does not exist.
+        missing: returns the text of the error if the file does not exist.
 
     Returns:
         The fields, not checked yet.
@@ -76,7 +78,7 @@ def read_fields(directory: Directory, name: str, kind: str, *versions: int, miss
     try:
         data = read_limited(directory, name, lambda size: check("bytes", size, LARGEST_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(missing) from error
+        raise CheckpointError(missing()) from error
     check("values", sum(data.count(mark) for mark in (b",", b"[", b"{")), LARGEST_VALUES)
     try:
         parsed = json.loads(data)
@@ -113,10 +115,9 @@ def read_limited(
         CheckpointError: the file cannot be read, or `check` refused its size.
     """
     try:
-        with directory.opened(name) as (fd, info):
-            check(info.st_size)
-            with open(fd, "rb", closefd=False) as file:
-                return file.read(info.st_size if count is None else count)
+        with directory.open_to_read(name) as file:
+            check(file.size)
+            return file.read(file.size if count is None else count)
     except (CheckpointError, FileNotFoundError):
         raise
     except OSError as error:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gear_loader.checkpoint.directory import Directory, open_to_load, readable
+from gear_loader.checkpoint.directory import Directory, readable
 from gear_loader.checkpoint.housekeeping import set_parent
 from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import Manifest, no_manifest, read_manifest
-from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, segment_folder, values_of
+from gear_loader.checkpoint.names import CHECKSUMS_NAME, MANIFEST_NAME, values_of
+from gear_loader.checkpoint.opening import open_to_load, place_of
 from gear_loader.checkpoint.ragged_loading import load_values, value_bounds
 from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
@@ -65,7 +66,7 @@ class UnfitError(CheckpointError):
 
 def load(kind: type[Table], path: str | os.PathLike[str], options: LoadOptions) -> Table:
     """Create a table from the checkpoint in directory `path`. See `Table.load`."""
-    where = os.path.abspath(os.fspath(path))
+    where = place_of(path)
 
     def attempt() -> Table | None:
         with open_to_load(where, no_manifest(where)) as directory:
@@ -186,6 +187,7 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         limits=rules.limits,
         device=options.device,
     )
+    table._engine.statistics = share.saved.statistics if len(share.parts) == 1 else None
     try:
         inside = None
         if options.disk is not None and tier is not None:
@@ -229,7 +231,7 @@ class Part:
 
     def segment(self, segment: Segment) -> str:
         """Path of a segment, relative to the loaded directory."""
-        return os.path.join(self.folder, segment_folder(segment.number))
+        return os.path.join(self.folder, segment.folder)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from gear_loader.checkpoint.trajectory_records import RECORD, Counters
 from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.layout import MOST_PAYLOAD
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.table_rules import Rules
 
 VERSION = 5
@@ -56,6 +57,7 @@ class Manifest:
         payload: bytes of the memory of ragged values; without ragged columns 0, and the file has no such field.
         index: valid bytes of the index file and their checksum. index_name: its name.
         segments: those that the index refers to.
+        statistics: of the columns; without them the file has no such field.
     """
 
     schema: Schema
@@ -80,6 +82,7 @@ class Manifest:
     index: FileRecord
     index_name: str
     segments: tuple[Segment, ...]
+    statistics: Statistics | None = None
 
     @property
     def has_old_index(self) -> bool:
@@ -104,6 +107,10 @@ class Manifest:
         fields["index"] = {"path": fields.pop("index_name"), **vars(self.index), "record": RECORD.descr}
         if not self.schema.ragged:
             del fields["payload"]
+        if self.statistics is None:
+            del fields["statistics"]
+        else:
+            fields["statistics"] = self.statistics.to_json()
         fields["files"] = _files(self.schema)
         fields["segments"] = [segment.to_json() for segment in self.segments]
         return manifest_bytes(FORMAT, VERSION, fields)
@@ -140,7 +147,10 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
     Raises:
         CheckpointError: the manifest is missing, damaged or of another version.
     """
-    missing = no_manifest(directory.path, several=directory.has(SHARDS_NAME))
+
+    def missing() -> str:
+        return no_manifest(directory.path, several=directory.has(SHARDS_NAME))
+
     fields = read_fields(directory, name, FORMAT, *range(old_versions.VERSION, VERSION + 1), missing=missing)
     schema = schema_of(fields)
     saves = fields.integer("saves", 1, 10**12 - 1)
@@ -183,7 +193,16 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
         index=index,
         index_name=index_name,
         segments=tuple(segments.values()),
+        statistics=_statistics(fields),
     )
+
+
+def _statistics(fields: Fields) -> Statistics | None:
+    given = fields.value.get("statistics")
+    try:
+        return None if given is None else Statistics.from_json(given)
+    except SchemaError as error:
+        raise fields.wrong("statistics", given, "statistics of columns") from error
 
 
 def _files(schema: Schema) -> dict[str, str]:
@@ -199,7 +218,7 @@ def _index(fields: Fields, saves: int) -> tuple[int, FileRecord, str]:
     inner = fields.inner("index")
     name = inner.get("path")
     match = INDEX_NAME.fullmatch(name) if isinstance(name, str) else None
-    if match is None or name != index_file(int(match[1])) or not 1 <= int(match[1]) <= saves:
+    if match is None or name != index_file(int(match[1]), match[2] or "") or not 1 <= int(match[1]) <= saves:
         raise inner.wrong("path", name, f"{index_file(saves)!r}, or one of an earlier save")
     inner.exactly("record", [list(field) for field in RECORD.descr])
     return fields.integer("clock", 0, LARGEST_COUNT), fields.record("index", name, least=0), name

@@ -15,8 +15,8 @@ SHARDS_NAME = "shards.json"
 SEGMENTS_NAME = "segments"
 LOCK_NAME = ".gear-loader.lock"
 CHECKSUMS_NAME = "checksums.xxh3"
-INDEX_NAME = re.compile(r"index\.([0-9]{6,12})\.(?:records|safetensors)")
-SEGMENT_NAME = re.compile(r"[0-9]{6,12}")
+INDEX_NAME = re.compile(r"index\.([0-9]{6,12})(?:-([0-9a-f]{16}))?\.(?:records|safetensors)")
+SEGMENT_NAME = re.compile(r"[0-9]{6,12}(?:-[0-9a-f]{16})?")
 PART = ".part"
 """Suffix of an unfinished file or segment."""
 
@@ -26,14 +26,19 @@ _HEADER_MULTIPLE = 4096  # so that the data begin at a disk sector
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_.~%-]+\.npy")
 
 
-def segment_folder(number: int) -> str:
+def numbered(number: int, token: str = "") -> str:
+    """A number in a name, with the random token of the save, if it has one: 16 hexadecimal digits."""
+    return f"{number:06d}-{token}" if token else f"{number:06d}"
+
+
+def segment_folder(number: int, token: str = "") -> str:
     """Path of segment `number`, relative to the checkpoint."""
-    return f"{SEGMENTS_NAME}/{number:06d}"
+    return f"{SEGMENTS_NAME}/{numbered(number, token)}"
 
 
-def index_file(number: int) -> str:
+def index_file(number: int, token: str = "") -> str:
     """The name of the index that save `number` began."""
-    return f"index.{number:06d}.records"
+    return f"index.{numbered(number, token)}.records"
 
 
 def values_of(column: str) -> str:

@@ -8,7 +8,6 @@ cover every byte that is read.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.mutex import Event
 from gear_loader.utils.progress import progress_bar
 
-PIECE_BYTES = 1 << 20
 TASK_BYTES = 16 << 20
 """Bytes that a thread takes at a time."""
 MAX_THREADS = 8
@@ -44,7 +42,8 @@ class ColumnFile:
         advice: how it will be read, for `posix_fadvise`.
 
     Attributes:
-        path: for errors. fd: descriptor. chunk_bytes: of the segment.
+        path: for errors. fd: descriptor, -1 of a file in a bucket. chunk_bytes: of the segment.
+        piece_bytes: how many to read at a time.
         size: bytes of the file. header: bytes before the first row.
 
     Raises:
@@ -60,16 +59,14 @@ class ColumnFile:
             checksums,
         )
         self.header, self.size = segment.header(name, column), segment.bytes(name, column)
-        self._file = folder.open_file(column_file(name))
-        self.fd = self._file.fileno()
-        size = os.fstat(self.fd).st_size
-        if size != self.size:
+        self._file = folder.open_to_read(column_file(name))
+        self.fd, self.piece_bytes = self._file.fd, self._file.piece_bytes
+        if self._file.size != self.size:
             self._file.close()
             raise CheckpointError(
-                f"{self.path} has {size:,} bytes; expected {self.size:,}: it was cut or changed. {REMEDY}"
+                f"{self.path} has {self._file.size:,} bytes; expected {self.size:,}: it was cut or changed. {REMEDY}"
             )
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self.fd, 0, 0, advice)
+        self._file.advise(advice)
 
     def __enter__(self) -> ColumnFile:
         return self
@@ -89,7 +86,7 @@ class ColumnFile:
         """
         done = 0
         while done < len(view):
-            count = os.preadv(self.fd, [view[done:]], begin + done)
+            count = self._file.read_into(view[done:], begin + done)
             if count == 0:
                 raise CheckpointError(
                     f"{self.path} was cut to {begin + done:,} bytes while it was read. {REMEDY}"
@@ -174,7 +171,8 @@ def read_columns(
     """
     tasks = [task for read in reads for task in read.tasks()]
     total = sum(size for _, _, size in tasks)
-    threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)), total // _PER_THREAD))
+    most = directory.threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = max(1, min(most, len(tasks) if directory.threads else total // _PER_THREAD))
     stop = Event()
     pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="gear-loader-load")
     with progress_bar("Loading", total, enabled=progress) as (advance, _):
@@ -194,8 +192,6 @@ def _read(directory: Directory, ids: Array, stop: Event, read: ColumnRead, chunk
     Raises:
         CheckpointError: see `read_columns`.
     """
-    buffer: Array = np.empty(PIECE_BYTES, dtype=np.uint8)
-    address = data_address(buffer)
     with (
         directory.child_to_load(read.folder) as folder,
         readable(folder.at(column_file(read.name))),
@@ -203,14 +199,15 @@ def _read(directory: Directory, ids: Array, stop: Event, read: ColumnRead, chunk
             folder, read.segment, read.name, read.column, read.checksums, os.POSIX_FADV_SEQUENTIAL
         ) as file,
     ):
-        before = len(file.header)
+        buffer: Array = np.empty(file.piece_bytes, dtype=np.uint8)
+        address, before = data_address(buffer), len(file.header)
         for chunk in chunks.tolist():
             start, stop_at = file.bounds(chunk)
             checksum = xxhash.xxh3_64()
-            for begin in range(start, stop_at, PIECE_BYTES):
+            for begin in range(start, stop_at, file.piece_bytes):
                 if stop.is_set():
                     return
-                end = min(begin + PIECE_BYTES, stop_at)
+                end = min(begin + file.piece_bytes, stop_at)
                 view = buffer[: end - begin].data
                 file.read(view, begin)
                 checksum.update(view)

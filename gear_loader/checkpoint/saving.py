@@ -19,6 +19,7 @@ from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.files import Arena, ColumnWriter, write_small
 from gear_loader.checkpoint.housekeeping import (
     check_owned,
+    check_unchanged,
     convert_errors,
     identity,
     is_unfinished_save,
@@ -36,9 +37,9 @@ from gear_loader.checkpoint.names import (
     SEGMENTS_NAME,
     column_file,
     column_of,
-    index_file,
-    segment_folder,
+    numbered,
 )
+from gear_loader.checkpoint.opening import make_directory, place_of
 from gear_loader.checkpoint.rows import TrajectoryRows
 from gear_loader.checkpoint.segments import Segment, check_files, stored_columns, write_checksums
 from gear_loader.checkpoint.trajectory_records import rows_of
@@ -91,8 +92,8 @@ class DiskFullError(CheckpointError):
 def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Bring the checkpoint in directory `path` up to date with a table. See `Table.save`."""
     table._engine.check_open()
-    where = os.path.abspath(os.fspath(path))
-    with convert_errors(where), Directory.make(where) as directory:
+    where = place_of(path)
+    with convert_errors(where), make_directory(where) as directory:
         save_into(table, directory, progress=progress)
 
 
@@ -141,7 +142,7 @@ class Save:
     ) -> None:
         self.index, self.directory, self.old = table._engine.index, directory, old
         self.schema, self.layout = table.schema, table._engine.region.layout
-        self.rules = table.rules
+        self.rules, self.statistics = table.rules, table.statistics
         self._quiet = table._engine.region.fill_lock
         # These references keep the memory mapped if the table is closed during the save.
         region = table._engine.region
@@ -193,7 +194,7 @@ class Save:
                 notice(f"checkpoint {error}", f"{error} Its trajectories are saved again.")
                 continue
             if segment.checksums is not None:  # of an earlier version
-                with self.directory.child(segment_folder(segment.number)) as folder:
+                with self.directory.child(segment.folder) as folder:
                     xxh128 = write_checksums(folder, segment.checksums)
                     folder.sync()
                 segment = dataclasses.replace(segment, xxh128=xxh128, checksums=None)
@@ -235,7 +236,7 @@ class Save:
             self._write_index()
             self._commit(segments, self._manifest(changes), previous=False)
         with contextlib.suppress(CheckpointError, OSError):
-            sweep(self.directory, read_manifest(self.directory))
+            sweep(self.directory, read_manifest(self.directory), replaced=self.old)
 
     def _last_round(
         self, segments: Directory, writer: ColumnWriter, dropped: Collection[int], ticket: Ticket
@@ -420,11 +421,12 @@ class Save:
 
     def _write_segment(self, segments: Directory, writer: ColumnWriter, rows: TrajectoryRows) -> Segment:
         number = self._free_number(segments)
-        name = f"{number:06d}"
+        token = self.directory.token
+        name = numbered(number, token)
         steps, count = int(rows.ends[-1]), len(rows.slots)
         segments.mkdir(name + PART)
         chunk_bytes = CHUNK_BYTES if self.layout.tier is None else TIER_CHUNK_BYTES
-        segment = Segment(number, steps, count if self.schema.per_trajectory else 0, chunk_bytes)
+        segment = Segment(number, steps, count if self.schema.per_trajectory else 0, chunk_bytes, token=token)
         checksums = {}
         with segments.child(name + PART) as folder:
             for key, column in stored_columns(self.schema).items():
@@ -452,7 +454,7 @@ class Save:
     def _free_number(self, segments: Directory) -> int:
         """Number of the next segment. Numbers of leftover segments are skipped."""
         number = self._next_segment
-        while segments.has(f"{number:06d}") or segments.has(f"{number:06d}{PART}"):
+        while not segments.token and any(segments.has(f"{number:06d}{end}") for end in ("", PART)):
             number += 1
         return number
 
@@ -469,6 +471,10 @@ class Save:
         self.index_file = IndexFile.write(self.directory, self._saves, self.on_disk.all_records())
         self.written = np.flatnonzero(self.on_disk.records["sequence"] >= 0)
         self.bytes_written += self.index_file.record.bytes
+
+    def _found(self) -> str:
+        """Name of the save that is in the directory now."""
+        return read_manifest(self.directory).save if self.directory.has(MANIFEST_NAME) else ""
 
     def _manifest(self, changes: SavedChanges) -> Manifest:
         on_disk, index = self.on_disk, self.index_file
@@ -491,8 +497,9 @@ class Save:
             num_steps=on_disk.num_steps,
             payload=self.layout.payload,
             index=index.record,
-            index_name=index_file(index.number),
+            index_name=index.name,
             segments=tuple(on_disk.segments[number] for number in used),
+            statistics=self.statistics,
         )
 
     def _commit(self, segments: Directory, manifest: Manifest, *, previous: bool) -> None:
@@ -503,6 +510,7 @@ class Save:
         """
         data = manifest.to_bytes()
         write_small(self.directory, MANIFEST_NAME + PART, data)
+        check_unchanged(self.directory, self._found, self.old.save if self.old else "")
         if previous:
             keep_previous(self.directory)
         segments.sync()

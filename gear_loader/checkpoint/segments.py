@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import stat
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +21,7 @@ from gear_loader.checkpoint.names import (
     CHECKSUMS_NAME,
     column_file,
     npy_header,
+    numbered,
     segment_folder,
     values_of,
 )
@@ -32,6 +31,7 @@ from gear_loader.storage.schema import Column, Schema
 MOST_VALUES = 2**44
 """Limit of the rows of a ragged column's values in a segment."""
 _LEAST_CHUNK = 1 << 12
+_LEFT_OUT = ("trajectories", "values", "token")  # of a manifest, where they are empty
 
 
 def stored_columns(schema: Schema) -> dict[str, Column]:
@@ -51,6 +51,7 @@ class Segment:
         values: rows of the values of each ragged column, by `values_of`.
         xxh128: of the file of checksums. checksums: of each column's file, in a manifest of an earlier version, which
             has no such file.
+        token: of the save that wrote it, part of its name in a bucket.
     """
 
     number: int
@@ -60,6 +61,17 @@ class Segment:
     xxh128: str = ""
     checksums: Mapping[str, bytes] | None = None
     values: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    token: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return numbered(self.number, self.token)
+
+    @property
+    def folder(self) -> str:
+        """Path of its directory, relative to the checkpoint."""
+        return segment_folder(self.number, self.token)
 
     def rows(self, name: str, column: Column) -> int:
         """Rows of a file of `stored_columns`."""
@@ -79,7 +91,7 @@ class Segment:
         """As plain JSON."""
         fields = {**vars(self), "values": list(self.values.values())}
         del fields["checksums"]
-        return {key: value for key, value in fields.items() if key not in ("trajectories", "values") or value}
+        return {key: value for key, value in fields.items() if key not in _LEFT_OUT or value}
 
 
 def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
@@ -89,7 +101,8 @@ def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
     count = fields.integer("trajectories", 1, steps) if schema.per_trajectory else 0
     values = _values(fields, schema) if schema.ragged else {}
     chunk_bytes = fields.integer("chunk_bytes", _LEAST_CHUNK, 2**40)
-    segment = Segment(number, steps, count, chunk_bytes, values=values)
+    token = fields.hexadecimal("token", 16) if "token" in fields.value else ""
+    segment = Segment(number, steps, count, chunk_bytes, values=values, token=token)
     if "files" not in fields.value:
         return dataclasses.replace(segment, xxh128=fields.hexadecimal("xxh128", 32))
     files = fields.inner("files")
@@ -97,7 +110,7 @@ def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
         raise files.wrong("", list(files.value), f"the columns {list(schema)}")
     checksums = {}
     for name, column in schema.items():
-        record = files.record(name, f"{segment_folder(number)}/{column_file(name)}")
+        record = files.record(name, f"{segment.folder}/{column_file(name)}")
         if record.bytes != segment.bytes(name, column):
             raise files.wrong(name, record.bytes, f"{segment.bytes(name, column)} bytes for {steps:,} steps")
         digits = 16 * -(-record.bytes // segment.chunk_bytes)
@@ -147,7 +160,10 @@ def read_checksums(folder: Directory, segment: Segment, schema: Schema) -> Mappi
 def write_checksums(folder: Directory, checksums: Mapping[str, bytes]) -> str:
     """Write the file of a segment's checksums, in the order of `stored_columns`, and sync it; return its XXH128."""
     with contextlib.suppress(FileNotFoundError):
-        folder.remove_file(CHECKSUMS_NAME)  # of a save that was killed, in a segment of an earlier version
+        if not folder.token:
+            folder.remove_file(
+                CHECKSUMS_NAME
+            )  # of a save that was killed, in a segment of an earlier version
     return write_small(folder, CHECKSUMS_NAME, b"".join(checksums.values())).xxh128
 
 
@@ -160,14 +176,14 @@ def check_files(directory: Directory, segment: Segment, schema: Schema, *, check
     Raises:
         CheckpointError: a file is missing or has another size, or the file of checksums is damaged.
     """
-    with directory.child_to_load(segment_folder(segment.number)) as folder:
-        for name, column in stored_columns(schema).items():
+    with directory.child_to_load(segment.folder) as folder:
+        columns = stored_columns(schema)
+        sizes = folder.sizes([column_file(name) for name in columns])
+        for (name, column), size in zip(columns.items(), sizes, strict=True):
             path, expected = folder.at(column_file(name)), segment.bytes(name, column)
-            with readable(path):
-                info = os.stat(column_file(name), dir_fd=folder.fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_size != expected:
+            if size != expected:
                 raise CheckpointError(
-                    f"{path} has {info.st_size:,} bytes; expected a file of {expected:,}: it was cut or changed. "
+                    f"{path} has {max(0, size):,} bytes; expected a file of {expected:,}: it was cut or changed. "
                     f"{REMEDY}"
                 )
         if checksums:

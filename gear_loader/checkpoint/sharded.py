@@ -15,11 +15,12 @@ import contextlib
 import dataclasses
 import os
 import re
+import secrets
 from typing import Any
 
 import xxhash
 
-from gear_loader.checkpoint.directory import REMEDY, Directory, open_to_load
+from gear_loader.checkpoint.directory import REMEDY, Directory
 from gear_loader.checkpoint.files import write_small
 from gear_loader.checkpoint.housekeeping import check_owned, refuse_links, remove_checkpoint
 from gear_loader.checkpoint.index import read_records
@@ -40,8 +41,8 @@ from gear_loader.checkpoint.names import (
     SEGMENTS_NAME,
     SHARDS_NAME,
     column_file,
-    segment_folder,
 )
+from gear_loader.checkpoint.opening import open_to_load
 from gear_loader.checkpoint.segments import stored_columns
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.ids import LARGEST_ORIGIN, following
@@ -52,6 +53,7 @@ FORMAT = "gear-loader distributed checkpoint"
 VERSION = 1
 _SAVE_NAME = re.compile(r"[0-9]{6,12}")
 _RANK_NAME = re.compile(r"[0-9]{5}")
+_RANDOM_NUMBERS = 1 << 20
 _MOST_RANKS = LARGEST_ORIGIN + 1
 
 
@@ -136,8 +138,8 @@ def read_shards(directory: Directory) -> ShardsManifest:
     Raises:
         CheckpointError: the manifest is missing, damaged or of another version.
     """
-    path, missing = directory.at(SHARDS_NAME), _no_shards(directory.path)
-    fields = read_fields(directory, SHARDS_NAME, FORMAT, VERSION, missing=missing)
+    path = directory.at(SHARDS_NAME)
+    fields = read_fields(directory, SHARDS_NAME, FORMAT, VERSION, missing=lambda: _no_shards(directory.path))
     schema = schema_of(fields)
     number = fields.integer("number", 1, 10**12 - 1)
     world_size = fields.integer("world_size", 1, _MOST_RANKS)
@@ -255,6 +257,8 @@ def check_shards_directory(directory: Directory) -> None:
 def next_number(directory: Directory, old: ShardsManifest | None) -> int:
     """A number that no save in the directory has, finished or not."""
     number = old.number + 1 if old else 1
+    if directory.token:  # a listing may be late
+        return number + secrets.randbelow(_RANDOM_NUMBERS)
     with contextlib.suppress(FileNotFoundError), directory.child(SAVES_NAME) as saves:
         while saves.has(f"{number:06d}"):
             number += 1
@@ -278,9 +282,8 @@ def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: st
     source, manifest = open_shard(directory, old, rank)
     with source, folder.open_or_make(SEGMENTS_NAME) as segments:
         for segment in manifest.segments:
-            name = f"{segment.number:06d}"
-            segments.mkdir(name)
-            with source.child_to_load(segment_folder(segment.number)) as before, segments.child(name) as new:
+            segments.mkdir(segment.name)
+            with source.child_to_load(segment.folder) as before, segments.child(segment.name) as new:
                 for column in stored_columns(manifest.schema):
                     _link(before, new, column_file(column))
                 if segment.checksums is None:
@@ -331,13 +334,21 @@ def write_shards(directory: Directory, shards: ShardsManifest) -> None:
     directory.sync_parent()  # the directory itself may be new
 
 
-def sweep_saves(directory: Directory, kept: ShardsManifest | None) -> None:
-    """Remove saves that the manifest does not name. The next save removes files that cannot be removed now."""
+def sweep_saves(
+    directory: Directory, kept: ShardsManifest | None, replaced: ShardsManifest | None = None
+) -> None:
+    """Remove saves that the manifest does not name. The next save removes files that cannot be removed now.
+
+    Args:
+        replaced: as for `gear_loader.checkpoint.housekeeping.sweep`.
+    """
     with contextlib.suppress(OSError):
         directory.remove_file(SHARDS_NAME + PART)
     with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
         for name in saves.names():
-            if _SAVE_NAME.fullmatch(name) and (kept is None or int(name) != kept.number):
+            if not _SAVE_NAME.fullmatch(name) or (kept is not None and int(name) == kept.number):
+                continue
+            if (replaced is not None and int(name) == replaced.number) or saves.is_abandoned(name):
                 _remove_save(saves, name)
 
 

@@ -27,7 +27,7 @@ import xxhash
 
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
-from gear_loader.checkpoint.names import MANIFEST_NAME, segment_folder, values_of
+from gear_loader.checkpoint.names import MANIFEST_NAME, values_of
 from gear_loader.checkpoint.reading import ColumnFile
 from gear_loader.checkpoint.segments import Segment, read_checksums, stored_columns
 from gear_loader.errors import CheckpointError, StaleIndexError
@@ -395,7 +395,7 @@ class FileReader:
         """The open file of a column. The caller holds the mutex."""
         if name not in opened.files:
             segment = opened.segment
-            with self._directory() as directory, directory.child(segment_folder(segment.number)) as folder:
+            with self._directory() as directory, directory.child(segment.folder) as folder:
                 if not opened.checksums:
                     opened.checksums.update(read_checksums(folder, segment, self._schema))
                 column, checksums = self._columns[name], opened.checksums[name]

@@ -249,6 +249,11 @@ class Buffers:
             self.references = BatchReferences(self.batch)
         return self.rows(count)
 
+    def some(self, count: int, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        """The windows of these names of the batch of `count` rows that was gathered last; views of the buffers."""
+        shown = self.rows(count)
+        return {name: shown[name] for name in names}
+
     def names_on_host(self, count: int) -> tuple[Array, ...] | None:
         """`ROW_KEYS` of the `count` rows that were gathered last, int64 [count] each; None if only a GPU has them."""
         return None

@@ -25,6 +25,7 @@ from gear_loader.collection.windows import (
     ROW_KEYS,
     Whole,
     check_layout,
+    chosen_parts,
     expand,
     has_whole,
     ragged_of,
@@ -146,6 +147,10 @@ def gather(table: Table, index: Any, anchor: Any, windows: Any, out: Any) -> Bat
     given = _given(wanted, packed, out)
     if ragged := list(ragged_of(table.schema, wanted)) if given else []:
         raise SchemaError(f"out was given, and the windows {ragged} read ragged columns; expected no out.")
+    if given and (some := list(chosen_parts(wanted))):
+        raise SchemaError(
+            f"out was given, and the windows {some} have every or at, whose steps lie apart in memory; expected no out."
+        )
     ticket = Ticket()
 
     def read() -> Batch:

@@ -22,7 +22,7 @@ from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayout
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.ragged_cuda import RaggedCuda
-from gear_loader.collection.ragged_values import read_ragged
+from gear_loader.collection.ragged_values import only_records, read_ragged
 from gear_loader.collection.windows import ROW_KEYS, only_host_gathers
 from gear_loader.kernels.devices import multiprocessors
 from gear_loader.storage.disk_records import MovedRowsError
@@ -83,10 +83,10 @@ class TableSource:
             if not mover.ragged:
                 return
             with contextlib.suppress(MovedRowsError):  # else what was on disk has been written anew meanwhile
-                self._read_ragged(mover, buffers, buffers.rows(len(rows)))
+                self._read_ragged(mover, buffers, len(rows))
                 return
 
-    def _read_ragged(self, mover: RowMover, buffers: Any, shown: Mapping[str, Any]) -> None:
+    def _read_ragged(self, mover: RowMover, buffers: Any, count: int) -> None:
         """Read the values whose records have been gathered; those of a group once in a tree."""
         layout = mover.layout
         grouped = (
@@ -95,6 +95,8 @@ class TableSource:
             else {}
         )
         others = {name: each for name, each in mover.ragged.items() if name not in grouped}
+        records_alone = not grouped and only_records(self.only, others)
+        shown = buffers.some(count, others) if records_alone else buffers.rows(count)
         buffers.ragged = read_ragged(self.only, others, shown, pinned=mover.pinned)
         if grouped:
             leaders = torch.from_numpy(buffers.leaders)
@@ -278,7 +280,7 @@ def collector_for(
 
     host, staged = on_host(arrays=True), only_host_gathers(tables[0].schema, windows)
     text = all(values.kind != "array" for values in host.ragged.values())
-    if tree or (staged and (text or tables[0]._engine.has_tier)):
+    if tree or (staged and (text or tables[0]._engine.has_tier or source.only is None)):
         zero_copy = False
     if zero_copy is None and here is not None:
         zero_copy = device == here

@@ -3,7 +3,7 @@ CPU fills it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import OUT, WIDTH
 from gear_loader.native.gathering import STREAM_BATCH_BYTES
-from gear_loader.native.packed import gather_packed, measure, place_packed
+from gear_loader.native.packed import gather_packed, measure, place_packed, place_rows, summed
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -88,6 +88,7 @@ class PackedLayout:
         self.offset, self.length = packed_span(schema, windows)
         self.final = reads_final(windows)
         self.windows = in_schema_order(schema, expand(schema, windows)[0])
+        self.shown = self.windows
         self.ragged = ragged_of(schema, self.windows)
         sources = {name: schema[source_of(name, window)] for name, window in self.windows.items()}
         named = {name: source_of(name, window) for name, window in self.windows.items()}
@@ -304,16 +305,19 @@ class PackedBuffers(Buffers):
     def lend(self, count: int) -> Batch:
         if self.references is None:
             self.references = BatchReferences(self.batch)
-        return self.rows(count)
+        return self._rows(count, self.ragged)
 
     def rows(self, count: int) -> Batch:
-        batch, total = Batch(), self.total
+        return self._rows(count, {})
+
+    def _rows(self, count: int, ragged: Mapping[str, Any]) -> Batch:
+        """`rows`, with these values in place of their records."""
+        batch = Batch()
         for name in self.layout.windows:
-            shown, size = (self.steps, total) if name in self.layout.steps else (self.once, count)
-            batch[name] = shown.shown[name].narrow(0, 0, size)
+            batch[name] = ragged[name] if name in ragged else self._window(name, count)
         batch["cu_seqlens"] = self.starts.narrow(0, 0, count + self.segments + 1)
         batch["max_seqlen"] = self.longest
-        batch["position"] = self.position.narrow(0, 0, total)
+        batch["position"] = self.position.narrow(0, 0, self.total)
         for name, value in self._shown_rows.items():
             info = isinstance(value, dict)
             batch[name] = (
@@ -323,27 +327,32 @@ class PackedBuffers(Buffers):
             )
         return batch
 
+    def _window(self, name: str, count: int) -> torch.Tensor:
+        shown, size = (self.steps, self.total) if name in self.layout.steps else (self.once, count)
+        return shown.shown[name].narrow(0, 0, size)
+
+    def some(self, count: int, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        return {name: self._window(name, count) for name in names}
+
     def measured(self, spans: Array) -> None:
         """Take the spans of the running batch's rows, int64 [2, n].
 
         Raises:
             SchemaError: the batch would have 2**31 steps or more.
         """
-        total = int(spans[1].sum())
+        # Chosen columns of an array may lie in another order, for which numba would compile the loops again.
+        spans = np.ascontiguousarray(spans)
+        total, longest = summed(spans)
         if total >= 2**31:
             raise SchemaError(
                 f"A packed batch would have {total:,} steps, more than its cu_seqlens (int32) count; expected less "
                 "than 2**31. Use a smaller batch_size, or max_steps."
             )
-        # Chosen columns of an array may lie in another order, for which numba would compile the loops again.
-        spans = np.ascontiguousarray(spans)
-        self.spans, self.total, self.longest = spans, total, int(spans[1].max(initial=0))
+        self.spans, self.total, self.longest = spans, total, longest
 
     def write_starts(self) -> None:
         """Write where each row of the running batch begins."""
-        count = self.spans.shape[1]
-        self.starts_array[0] = 0
-        np.cumsum(self.spans[1], out=self.starts_array[1 : count + 1])
+        place_rows(self.spans, self.starts_array)
 
     def follow(self, staged: PackedBuffers, count: int) -> None:
         self.segments = staged.segments

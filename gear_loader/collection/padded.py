@@ -21,6 +21,7 @@ from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import (
     ROW_KEYS,
     Whole,
+    chosen_parts,
     expand,
     in_schema_order,
     mask_of,
@@ -173,6 +174,28 @@ class PaddedRows(Buffers):
             self._unweighed[:] = 1.0
 
 
+class ChosenMasks:
+    """The masks of windows with `Window.chosen` steps, which are joined of those of the steps.
+
+    Attributes:
+        masks: by their kind, bool ``[B, L]``, and those of the steps, ``[B, 1]`` each.
+    """
+
+    def __init__(self) -> None:
+        self.masks: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def of(self, kind: Any, parts: list[torch.Tensor], new: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """The mask of a kind; made of `parts` if it is not there."""
+        if kind not in self.masks:
+            self.masks[kind] = new(len(parts[0]), len(parts)), parts
+        return self.masks[kind][0]
+
+    def compute(self, anchors: torch.Tensor) -> None:
+        """Join as many rows as there are anchors. Does not wait for a GPU."""
+        for mask, parts in self.masks.values():
+            torch.cat([part[: len(anchors)] for part in parts], dim=1, out=mask[: len(anchors)])
+
+
 class PaddedLayout:
     """What padded batches are made of.
 
@@ -188,6 +211,8 @@ class PaddedLayout:
         windows: that are gathered, in the order of the schema. sources: the column that each reads.
         late: names of those that a second gather fills, at the bootstrap steps -> name of the `NStep`.
         returns: those that are computed while the windows are gathered.
+        chosen: the windows with `Window.chosen` steps -> names of the windows of these. shown: `windows` as batches
+            show them, with those in their place.
         ragged: those that read ragged columns, of which records are gathered.
         reach: what they read of a trajectory. row_bytes: bytes of a row over all windows.
         spans, has_returns: as for `gathering.gather_batch`.
@@ -208,6 +233,7 @@ class PaddedLayout:
     ) -> None:
         self.schema, self.batch_size, self.keys = schema, batch_size, keys
         self.weighs, self.informs = weighs, informs
+        self._given: Mapping[str, Any] = windows
         plain, self._hidden = expand(schema, windows)
         self.reach: Reach = reach_of(schema, plain)
         self._at_once = returns == "at once"
@@ -228,7 +254,12 @@ class PaddedLayout:
                 if returns == "between":
                     self.late[name] = spec
         self.windows = in_schema_order(schema, plain)
-        self.ragged = ragged_of(schema, self.windows)
+        self.chosen = chosen_parts(windows)
+        self._parts = {
+            part: (name, number) for name, parts in self.chosen.items() for number, part in enumerate(parts)
+        }
+        self.shown = self._shown_windows()
+        self.ragged = ragged_of(schema, self.shown)
         self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.returns = tuple(
             ReturnWindows(
@@ -247,6 +278,12 @@ class PaddedLayout:
             if name not in self._only_masks
         )
 
+    def _shown_windows(self) -> dict[str, Window]:
+        names = ((part, self._parts.get(part, (part, 0))[0]) for part in self.windows)
+        return {
+            name: self._given[name] if name in self.chosen else self.windows[part] for part, name in names
+        }
+
     def _spans(self) -> bool | None:
         hidden = {parts[name] for parts in self._hidden.values() for name in ("reward", "done")}
         single = all(
@@ -264,9 +301,9 @@ class PaddedLayout:
     def mask_kinds(self) -> set[tuple[Any, ...]]:
         """The different masks of windows that batches show, by their keys, and whether they are squeezed."""
         hidden = {part for parts in self._hidden.values() for part in parts.values()}
-        steps = steps_only(self.schema, self.windows).items()
+        steps = steps_only(self.schema, self.shown).items()
         return {
-            (mask_of(self.schema, name, window), window.squeeze)
+            ((*mask_of(self.schema, name, window), window.chosen), window.squeeze)
             for name, window in steps
             if name not in hidden
         }
@@ -322,24 +359,35 @@ class PaddedLayout:
         for name, window in self.windows.items():
             if name in skipped:
                 continue
+            first, number = self._parts.get(name, (name, 0))
             mask = masks[keys[name]] if owners.get(keys[name]) == name else None
             if name in self._only_masks:
                 found[name] = Output(sources[name], window, None, mask)
                 continue
             column, dtype = schema[sources[name]], converted_dtype(name, window, schema[sources[name]])
             shape = (size, window.length, *column.shape)
-            out = values = new("" if name in hidden else name, shape, dtype or column.dtype)
+            if first not in self.chosen:
+                out = values = new("" if name in hidden else name, shape, dtype or column.dtype)
+                batch[name] = values[:, 0] if window.squeeze else values
+            else:
+                if not number:  # by step, then by row: each is gathered as a window of its own
+                    steps = len(self.chosen[first]), size, *column.shape
+                    batch[first] = new(first, steps, dtype or column.dtype).transpose(0, 1)
+                out = values = batch[first].transpose(0, 1)[number].unsqueeze(1)
             if dtype is not None and converts:
                 out = new("", shape, column.dtype)
                 casts.append(CastColumn(out, values, window.scale))
-            batch[name] = values[:, 0] if window.squeeze else values
             flat = out.view(size, window.length, math.prod(column.shape)).view(torch.uint8)
             found[name] = Output(sources[name], window, flat, mask)
-        shown = {
-            name: masks[keys[name]][:, 0] if window.squeeze else masks[keys[name]]
-            for name, window in steps_only(schema, self.windows).items()
-            if name not in skipped
-        }
+        shown: dict[str, torch.Tensor] = {}
+        joined = ChosenMasks()
+        for name, window in steps_only(schema, self.shown).items():
+            if name in self.chosen:
+                single = [masks[keys[part]] for part in self.chosen[name]]
+                kind = *mask_of(schema, name, window), window.chosen
+                shown[name] = joined.of(kind, single, lambda *shape: new("mask", shape, torch.bool))
+            elif name not in skipped:
+                shown[name] = masks[keys[name]][:, 0] if window.squeeze else masks[keys[name]]
         returns = []
         for name, parts in self._hidden.items():
             gathered = [(part, hidden) for part, hidden in parts.items() if hidden not in skipped]
@@ -360,7 +408,8 @@ class PaddedLayout:
         batch["mask"] = next(iter(shown.values())) if len(self.mask_kinds) == 1 else shown
         conversions = [Casts(casts, device)] if casts else []
         outputs = [found[name] for name in self.windows]
-        return batch, outputs, list(masks.values()), (*returns, *conversions)
+        computed = (*returns, *conversions, *([joined] if joined.masks else []))
+        return batch, outputs, list(masks.values()), computed
 
     def _return_outputs(
         self,

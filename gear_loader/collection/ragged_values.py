@@ -21,7 +21,7 @@ def read_ragged(
 
     Args:
         columns: windows that read ragged columns, and what the values are.
-        batch: has their records, int64 ``[..., 2]``. pinned: copy into pinned memory.
+        batch: has their records, int64 ``[..., 2]``, and more unless `only_records`. pinned: copy into pinned memory.
 
     Returns:
         Name -> `Ragged` of the records' shape without the last dimension, or lists of text.
@@ -29,16 +29,23 @@ def read_ragged(
     Raises:
         CorruptTableError: a record is invalid.
     """
-    found, together = {}, dict[int, list[str]]()
+    reader, found, together = table._engine.payload, dict[str, Any](), dict[int, list[str]]()
+    if reader.in_memory:
+        arrays = [name for name, values in columns.items() if values.kind == "array"]
+        given = [(columns[name], batch[name].contiguous()) for name in arrays]
+        if arrays:
+            found.update(zip(arrays, reader.read_arrays(given, pinned=pinned), strict=True))
     for name, values in columns.items():
+        if name in found:
+            continue
         apart = values.coded is None or not values.coded.fixed
         together.setdefault(len(together) if apart else -id(values), []).append(name)
     for names in together.values():
         numbers = [batch[name].reshape(-1, 2).numpy() for name in names]
         shapes = [tuple(batch[name].shape[:-1]) for name in names]
-        slots = np.concatenate([_slots_of(batch, shape) for shape in shapes])
+        slots = batch["index"].numpy()[np.concatenate([rows_of(batch, shape) for shape in shapes])]
         records, shape = np.concatenate(numbers), shapes[0] if len(names) == 1 else (len(slots),)
-        read = table._engine.payload.read(columns[names[0]], records, shape, slots=slots, pinned=pinned)
+        read = reader.read(columns[names[0]], records, shape, slots=slots, pinned=pinned)
         if len(names) == 1:
             found[names[0]] = read
             continue
@@ -50,9 +57,21 @@ def read_ragged(
     return found
 
 
-def _slots_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
-    """The slot of each value, int64 [n]."""
-    slots: Array = batch["index"].numpy()
-    if len(shape) == 1 and "cu_seqlens" in batch and shape[0] != len(slots):
-        return np.repeat(slots, batch["cu_seqlens"].diff().numpy())
-    return np.repeat(slots, math.prod(shape[1:]))
+def rows_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
+    """The row of each value of a window, int64 [n]; of a segment that rows of a tree have in common, one of these."""
+    rows: Array = np.arange(len(batch["index"]))
+    if len(shape) == 1 and "cu_seqlens" in batch and shape[0] != len(rows):
+        lengths, count = batch["cu_seqlens"].diff().numpy(), len(rows)
+        if len(lengths) > count:
+            rows, parents = (
+                np.concatenate((rows, np.zeros(len(lengths) - count, np.int64))),
+                batch["parent"].numpy(),
+            )
+            rows[parents[parents >= 0]] = np.flatnonzero(parents >= 0)
+        return np.repeat(rows, lengths)
+    return np.repeat(rows, math.prod(shape[1:]))
+
+
+def only_records(table: Table, columns: Mapping[str, Values]) -> bool:
+    """Whether `read_ragged` needs nothing of a batch but the records."""
+    return table._engine.payload.in_memory and all(values.kind == "array" for values in columns.values())

@@ -123,10 +123,10 @@ def check_layout(layout: Any, windows: Any) -> None:
         return
     for window in each:
         padded = isinstance(window, Window) and (window.pad != "keep" or window.squeeze)
-        if isinstance(window, NStep) or padded:
+        if isinstance(window, NStep) or padded or (isinstance(window, Window) and window.chosen):
             raise SchemaError(
                 f"layout={layout!r} was given with {window!r}; expected gear_loader.Whole(), or a gear_loader.Window "
-                "without pad and squeeze: rows that are packed have no padding."
+                "without pad, squeeze, every and at: rows that are packed have no padding."
             )
 
 
@@ -186,11 +186,23 @@ def expand(
     """The windows that are gathered for those of a dataset.
 
     Returns:
-        Name -> window; and for each `NStep` the names of its windows among them, by those of `NStep.windows`.
+        Name -> window; and for each `NStep` the names of its windows among them, by those of `NStep.windows`. A window
+        with `Window.chosen` steps becomes one for each; see `chosen_parts`.
     """
     plain: dict[str, Window] = {}
     hidden: dict[str, dict[str, str]] = {}
     for name, window in windows.items():
+        if isinstance(window, Window) and (window.every > 1 or window.at is not None):
+            steps = window.chosen
+            one = dataclasses.replace(window, every=1, at=None, length=1, column=source_of(name, window))
+            if steps is None:
+                plain[name] = dataclasses.replace(one, length=window.length, offset=window.reach[0])
+                continue
+            parts = chosen_parts(windows)[name]
+            plain |= {
+                part: dataclasses.replace(one, offset=step) for part, step in zip(parts, steps, strict=True)
+            }
+            continue
         if not isinstance(window, NStep):
             plain[name] = window.window() if isinstance(window, Whole) else window
             continue
@@ -198,6 +210,15 @@ def expand(
         hidden[name] = {part: f"{name}:{part}" for part in needed}
         plain.update({f"{name}:{part}": each for part, each in needed.items()})
     return plain, hidden
+
+
+def chosen_parts(windows: Mapping[str, Window | NStep | Whole]) -> dict[str, list[str]]:
+    """The windows with `Window.chosen` steps, and the names of the windows of one step that are gathered for them."""
+    return {
+        name: [f"{name}:{number}" for number in range(window.length)]
+        for name, window in windows.items()
+        if isinstance(window, Window) and window.chosen
+    }
 
 
 def source_of(name: str, window: Window | NStep | Whole) -> str:
@@ -220,8 +241,9 @@ def ragged_of(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> 
 
 def _check_ragged(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> None:
     """Raise SchemaError if windows ask more of ragged columns than a copy."""
+    named = {part: name for name, parts in chosen_parts(windows).items() for part in parts}
     for name in ragged_of(schema, expand(schema, windows)[0]):
-        window = windows.get(name)
+        window = windows.get(named.get(name, name))
         if (
             window is None
             or isinstance(window, NStep)
@@ -307,6 +329,12 @@ def windows_of(
                 f"The window of column {name!r} is None, as for a column per trajectory; this one has steps, so give "
                 "it a gear_loader.Window or gear_loader.Whole."
             )
+    parts = {part for names in chosen_parts(chosen).values() for part in names}
+    if taken := sorted(parts.intersection(chosen)):
+        raise SchemaError(
+            f"A window has the name {taken[0]!r}, which a step of another one, with every or at, has. Give it another: "
+            f"windows={{'other_name': Window(..., column=...)}}."
+        )
     _check_ragged(schema, chosen)
     for name, window in expand(schema, chosen)[0].items():
         converted_dtype(name, window, schema[source_of(name, window)])
@@ -320,7 +348,9 @@ def windows_of(
 def _once(name: str, window: Window | Whole | None) -> Window:
     """The window of a column per trajectory."""
     spans = (1, 0), (_ONCE.length, _ONCE.offset)
-    if isinstance(window, Whole) or (window is not None and (window.length, window.offset) not in spans):
+    if isinstance(window, Whole) or (
+        window is not None and (window.at is not None or (window.length, window.offset) not in spans)
+    ):
         raise SchemaError(
             f"The window of {name!r} is {window!r}, but its column has one value per trajectory; expected None, or "
             "Window(1, column=...)."

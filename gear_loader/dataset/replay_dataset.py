@@ -205,22 +205,25 @@ class ReplayDataset(IterableDataset[Batch]):
         layout: Literal["padded", "packed", "jagged", "tree"] = "padded",
         transform: Any = None,
     ) -> None:
-        self.check_options(
-            batch_size=batch_size,
-            windows=windows,
-            columns=columns,
-            sampler=sampler,
-            groups=groups,
-            draws=draws,
-            seed=seed,
-            device=device,
-            prefetch=prefetch,
-            batches_per_epoch=batches_per_epoch,
-            ranks=ranks,
-            output=output,
-            layout=layout,
-            transform=transform,
-        )
+        if (kind := getattr(table, "dataset_class", None)) is not None and type(self) is ReplayDataset:
+            self.__class__ = kind()  # of tables of servers: batches come from there
+        self._given: dict[str, Any] = {
+            "batch_size": batch_size,
+            "windows": windows,
+            "columns": columns,
+            "sampler": sampler,
+            "groups": groups,
+            "draws": draws,
+            "seed": seed,
+            "device": device,
+            "prefetch": prefetch,
+            "batches_per_epoch": batches_per_epoch,
+            "ranks": ranks,
+            "output": output,
+            "layout": layout,
+            "transform": transform,
+        }
+        self.check_options(**self._given)
         self._origin: Origin = origin_of(table, ranks)
         self.table: Table = self._origin.table
         table = self.table
@@ -1226,13 +1229,19 @@ class ReplayDataset(IterableDataset[Batch]):
         a plain `DataLoader` have delivered.
         """
         state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
+        state |= self._selection_state()
+        if transforms := self._transforms.state_dict():
+            state["transforms"] = transforms
+        return state
+
+    def _selection_state(self) -> dict[str, Any]:
+        """What a state has beside the position: of batches of so many steps, and of priorities."""
+        state: dict[str, Any] = {}
         if self._budget is not None:
             state["budget"] = self._progress.state_dict() + self._sample_progress.state_dict()
         if get_worker_info() is None and self.sampler.by_priority:
             self._buffers.settle()
             state["priorities"] = self._origin.save(self._by_priority("state_dict").state_dict())
-        if transforms := self._transforms.state_dict():
-            state["transforms"] = transforms
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1275,13 +1284,18 @@ class ReplayDataset(IterableDataset[Batch]):
             )
         moment = Moment(values["epoch"], done, values["samples"])
         self._transforms.load_state_dict(state.get("transforms", ()), moment)
+        self._load_selection(state)
+        self._position.load_state_dict(values)
+
+    def _load_selection(self, state: Mapping[str, Any]) -> None:
+        """Restore what `_selection_state` has returned."""
+        budget = checked_positions(state)
         if self.sampler.by_priority:
             if not isinstance(state.get("priorities"), Mapping):
                 raise SchemaError(
                     "The state holds no priorities; expected the state_dict() of the main process."
                 )
             self._by_priority("load_state_dict").load_state_dict(self._origin.own(state["priorities"]))
-        self._position.load_state_dict(values)
         self._progress.load([part for part in budget if part[0] != SAMPLE_EPOCH])
         self._sample_progress.load([part for part in budget if part[0] == SAMPLE_EPOCH])
         self._planner = None

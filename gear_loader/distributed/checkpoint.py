@@ -29,7 +29,8 @@ def save(shards: ShardTables, path: str | os.PathLike[str], *, progress: bool = 
 
     Args:
         shards: the sharded table.
-        path: directory that all ranks can access: one with such a checkpoint, an empty one, or one to create.
+        path: directory that all ranks can access: one with such a checkpoint, an empty one, or one to create. Or an
+            address, as for `Table.save`; there files of the save before are copied within the store.
         progress: whether to show a progress bar, if standard error is a terminal.
 
     Raises:

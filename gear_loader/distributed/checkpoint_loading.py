@@ -14,19 +14,20 @@ from gear_loader.checkpoint.loading import (
     retry_if_replaced,
     was_replaced,
 )
+from gear_loader.checkpoint.opening import place_of
 from gear_loader.checkpoint.sharded import ShardsManifest, open_shards, read_shards
 from gear_loader.checkpoint.sharded_loading import own_share, resharded_share
 from gear_loader.distributed.checkpoint_ranks import CheckpointRanks
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import path_or_address
 
 
 def load(path: str | os.PathLike[str], options: LoadOptions, ranks: CheckpointRanks) -> Table:
     """Create this rank's table from what `save` wrote; see `gear_loader.distributed.load`."""
     stage = ranks.folder
-    where = os.path.abspath(os.fspath(path))
+    where = place_of(path)
     where = where if stage is None else os.path.join(where, stage)
     expected = None if options.schema is None else Schema(options.schema)
 
@@ -39,7 +40,7 @@ def load(path: str | os.PathLike[str], options: LoadOptions, ranks: CheckpointRa
         seen: list[ShardsManifest] = []
 
         def look() -> dict[str, Any]:
-            local_path(path)
+            path_or_address(path)
             with _opened(where, stage) as directory:
                 seen.append(_expected_shards(directory, expected))
             return {"save": seen[0].save}

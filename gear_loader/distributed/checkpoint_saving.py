@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import secrets
 from typing import Any
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.housekeeping import convert_errors, identity, lock, remove_checkpoint, unlock
+from gear_loader.checkpoint.housekeeping import (
+    check_unchanged,
+    convert_errors,
+    identity,
+    lock,
+    remove_checkpoint,
+    unlock,
+)
 from gear_loader.checkpoint.names import SHARDS_NAME
+from gear_loader.checkpoint.opening import make_directory, open_directory, place_of
 from gear_loader.checkpoint.saving import save_into as save_table
 from gear_loader.checkpoint.sharded import (
     Shard,
@@ -31,7 +40,7 @@ from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.utils.notices import notice
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import path_or_address
 
 
 def save(
@@ -83,13 +92,14 @@ class _Part:
 
     def begin(self) -> dict[str, Any]:
         """Describe the table; on rank 0 also lock the directory, and number the save."""
-        self._path = os.path.abspath(local_path(self._given))
+        self._path = place_of(path_or_address(self._given))
         answer: dict[str, Any] = {"origin": self._table.origin, "schema": self._table.schema.to_json()}
         if self._rank == 0:
             with convert_errors(self._path):
                 top = self._top = self._stack.enter_context(_directory(self._path, self._stage, make=True))
                 check_shards_directory(top)
-                self._stack.callback(unlock, lock(top), os.getpid())
+                if not top.token:
+                    self._stack.callback(unlock, lock(top), os.getpid())
                 old = self._old = _previous(top)
                 sweep_saves(top, old)
                 answer.update(number=next_number(top, old), replaces=old.save if old else None)
@@ -121,6 +131,8 @@ class _Part:
         if self._rank == 0:
             assert self._top is not None
             with convert_errors(self._path):
+                old = self._old.save if self._old else ""
+                check_unchanged(self._top, functools.partial(_save_in, self._top), old)
                 write_shards(self._top, shards)
         return {}
 
@@ -128,12 +140,12 @@ class _Part:
         """On rank 0, remove the files of earlier saves."""
         if self._rank == 0:
             assert self._top is not None
-            sweep_saves(self._top, shards)
+            sweep_saves(self._top, shards, replaced=self._old)
 
 
 def _directory(path: str, stage: str | None, *, make: bool = False) -> Directory:
     """Open the directory of a checkpoint of several tables: `path`, or the directory `stage` in it."""
-    top = Directory.make(path) if make else Directory.open(path)
+    top = make_directory(path) if make else open_directory(path)
     if stage is None:
         return top
     with top:
@@ -142,6 +154,12 @@ def _directory(path: str, stage: str | None, *, make: bool = False) -> Directory
 
 def _previous(directory: Directory) -> ShardsManifest | None:
     return read_shards(directory) if directory.has(SHARDS_NAME) else None
+
+
+def _save_in(directory: Directory) -> str:
+    """Name of the save in a directory, "" of none."""
+    found = _previous(directory)
+    return found.save if found else ""
 
 
 def _write_shard(

@@ -18,6 +18,7 @@ from gear_loader.distributed.records import MOVE
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.shards_state import share_state
 from gear_loader.storage.filled_bits import filled_bits
+from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps
 from gear_loader.utils.arrays import Array
@@ -92,6 +93,8 @@ class Rebalance:
         self._max_bytes = max_bytes
         self._tolerance = tolerance
         self._stages = shards.num_stages
+        if max_bytes:
+            check_fixed(shards.table.schema, "rebalance takes")
         self._tables = (
             [(shard, 0, table) for shard, table in shards.own.items()]
             if shards.place.stage == 0

@@ -16,7 +16,7 @@ from gear_loader.collection.n_step import ReturnWindows
 from gear_loader.errors import HandshakeError, PeerTimeoutError, TransportError
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport.request import Answer
-from gear_loader.transport.spec import PackedSpec, WindowSpec
+from gear_loader.transport.spec import AnySpec, PackedSpec, ValueSpec, WindowSpec
 from gear_loader.utils.arrays import Array
 
 PART_BYTES = 1 << 20
@@ -25,6 +25,7 @@ MOST_RECEIVED_HERE = 1 << 24
 """Most bytes that are asked for at a time and received by the thread that waits for them. It gathers the rows of this
 node first; meanwhile the buffers of the sockets fill (by default up to 6 MiB on Linux). More is received by the thread
 of the event loop as it arrives."""
+_MOST_VALUES = 1 << 14  # of a request
 _PAUSE = 0.05  # seconds before a lost request is repeated
 
 
@@ -67,10 +68,14 @@ class RemoteShard:
 
     Args:
         one_sided: whether `peer` reads the table's memory itself, by the blocks of the records.
+        asked: the connection to the table's server, which ragged values are asked of; by default `peer`.
     """
 
-    def __init__(self, peer: Any, name: str, schema: Schema, *, one_sided: bool = False) -> None:
+    def __init__(
+        self, peer: Any, name: str, schema: Schema, *, one_sided: bool = False, asked: Any = None
+    ) -> None:
         self.peer = peer
+        self._asked = peer if asked is None else asked
         self.name = name
         self.schema = schema
         self.one_sided = one_sided
@@ -116,7 +121,7 @@ class RemoteShard:
 
     def _ask(
         self,
-        spec: WindowSpec | PackedSpec,
+        spec: AnySpec,
         given: Sequence[Array],
         size: int,
         part: Callable[[torch.Tensor], Any],
@@ -125,7 +130,8 @@ class RemoteShard:
     ) -> RowRequest:
         """Request rows, whose reply has `size` bytes; `part` makes a part of its memory."""
         memory = staging.take(size)
-        future = self.peer.fetch(spec, *given, out=memory.numpy(), **options)
+        peer = self._asked if isinstance(spec, ValueSpec) else self.peer
+        future = peer.fetch(spec, *given, out=memory.numpy(), **options)
         return RowRequest(part(memory), future, lambda: self._ask(spec, given, size, part, staging, options))
 
     @staticmethod
@@ -171,6 +177,72 @@ class RemoteShard:
             requests.append(self._ask(spec, given, spec.reply_bytes(*sizes), part, staging, {}))
             begin = end
         return requests
+
+    # ---------------------------------------------------------------- ragged values
+
+    def start_values(
+        self, column: str, slots: Array, generations: Array, records: Array, staging: Staging
+    ) -> list[RowRequest]:
+        """Request ragged values; those of more than `PART_BYTES` are cut into pieces.
+
+        Args:
+            column: of the values. records: int64 [n, 2]. staging: as for `start`.
+            slots, generations: int64 [n or more], of their trajectories, and of others of which only the status is
+                wanted.
+
+        Returns:
+            Requests of `ValuePart`, together of all rows.
+        """
+        if (column,) not in self._specs:
+            self._specs[column,] = ValueSpec(self.name, self.schema, {column: None})
+        spec: ValueSpec = self._specs[column,]
+        ends, rows = np.cumsum(abs(records[:, 1])), abs(records[:, 1])
+        total = int(ends[-1]) if len(ends) else 0
+        size, row_bytes = max(1, PART_BYTES // spec.values.row_bytes), spec.values.row_bytes
+        options, requests, low = {"here": total * row_bytes <= MOST_RECEIVED_HERE}, [], 0
+        while low < total:
+            first = int(np.searchsorted(ends, low, side="right"))
+            last = min(int(np.searchsorted(ends, low + size)), first + _MOST_VALUES - 1, len(ends) - 1)
+            high = min(low + size, int(ends[last]))
+            which = slice(first, last + 1)
+            firsts = np.maximum(low - (ends - rows)[which], 0)
+            counts = np.minimum(ends[which], high) - np.maximum((ends - rows)[which], low)
+            names = slots[which], firsts, generations[which], counts, *records[which].T
+            given = [np.ascontiguousarray(each) for each in names]
+            part = functools.partial(ValuePart, np.arange(first, last + 1), low * row_bytes, high * row_bytes)
+            requests.append(
+                self._ask(
+                    spec, given, spec.reply_bytes(len(firsts), high - low), part, staging, dict(options)
+                )
+            )
+            low = high
+        for first in range(len(rows), len(slots), _MOST_VALUES):
+            more = slots[first : first + _MOST_VALUES], generations[first : first + _MOST_VALUES]
+            none = np.zeros_like(more[0])
+            part = functools.partial(
+                ValuePart, first + np.arange(len(none)), total * row_bytes, total * row_bytes
+            )
+            given = [np.ascontiguousarray(each) for each in (more[0], none, more[1], none, none, none)]
+            requests.append(
+                self._ask(spec, given, spec.reply_bytes(len(none), 0), part, staging, dict(options))
+            )
+        return requests
+
+
+@dataclasses.dataclass
+class ValuePart:
+    """Ragged values in staging memory, one after another.
+
+    Attributes:
+        rows: number of each value that it has a piece of, int64 [n], among those that were asked for.
+        begin, end: where its bytes lie among those of all.
+        memory: uint8.
+    """
+
+    rows: Array
+    begin: int
+    end: int
+    memory: torch.Tensor
 
 
 def _span_part(

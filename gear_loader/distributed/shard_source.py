@@ -15,6 +15,7 @@ from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.distributed.remote import RemoteShard, RowRequest
 from gear_loader.distributed.row_cache import RowCache
 from gear_loader.distributed.shard_tables import ShardTables
+from gear_loader.distributed.shard_values import ShardValues
 from gear_loader.errors import StaleIndexError, TableEmptyError, TransportError
 from gear_loader.native.row_cache import ABSENT
 from gear_loader.storage.disk import LostRowsError
@@ -209,6 +210,7 @@ class ShardSource:
         self.waits = shards.exchange.size > 1
         self.num_gone = self.num_lost = 0
         self._cache: RowCache | None = None
+        self.values = ShardValues(shards.source, shards.mark_lost)
 
     @property
     def computes(self) -> bool:
@@ -252,6 +254,21 @@ class ShardSource:
             StaleIndexError, TableEmptyError: rows were gone, and there are no spare rows.
             SchemaError: a packed batch would have 2**31 steps or more.
         """
+        while True:
+            self._read_rows(mover, buffers, rows)
+            if not mover.ragged:
+                return
+            # The rows of this node keep their tickets; those of others may leave before their values are read.
+            timeout, strict = self.shards.rows_timeout, self.shards.on_failure == "raise"
+            given = mover, buffers.rows(len(rows)), rows
+            buffers.ragged, gone = self.values.read(*given, timeout=timeout, strict=strict)
+            if not len(gone):
+                return
+            self.num_gone += len(gone)
+            rows.without(gone, self)
+
+    def _read_rows(self, mover: RowMover, buffers: Any, rows: ShardRows) -> None:
+        """`read`, of ragged columns their records."""
         packed = mover.layout.packed
         if packed:
             rows.measure(mover.layout.offset, mover.layout.length)

@@ -273,6 +273,7 @@ class ShardTables:
                     each.table,
                     each.schema,
                     one_sided=self.transport == "nixl",
+                    asked=servers.writer(each.node),
                 )
 
     @property
@@ -409,7 +410,15 @@ def _check_table(table: Any, transport: str) -> None:
             f"{table!r} was given; expected a table in host memory, of which other nodes read rows: create it without "
             "device=."
         )
-    check_fixed(table.schema, "tables of Shards have")
+    if table._engine.has_tier:
+        check_fixed(table.schema, "tables of Shards whose disk has a size have")
+    if videos := [
+        name for name, column in table.schema.items() if column.codec and column.codec.name == "video"
+    ]:
+        raise SchemaError(
+            f"The columns {videos} have codec='video', whose frames are decoded with those before them; expected none "
+            "in tables of Shards. Give them a codec of images, such as 'jpeg'."
+        )
     rules = table.rules
     if rules.rate_limiter is not None or rules.max_times_sampled is not None:
         raise SchemaError(

@@ -126,13 +126,15 @@ class StageTable:
         """
         given = np.full(len(trajectories), -1, dtype=np.int64) if ids is None else ids
         added = self.schema.added
-        rows = [Rows.of(added, each, f"trajectory {i}") for i, each in enumerate(trajectories)]
+        rows = Rows.listed(added, trajectories)
         steps = np.array([each.length for each in rows], dtype=np.int64)
         known = priorities[priorities != UNSET]
         mass = float(known.sum()) + (len(priorities) - len(known)) * max(1.0, float(known.max(initial=0)))
         self._report = (max(0, self._report[0] - int(steps.sum())), self._report[1] + mass)
         delivery = Delivery(self.peer, self.name, added, self.peer.timeout)
-        sizes, futures, low = steps * added.step_bytes + added.trajectory_bytes, [], 0
+        sizes = steps * added.step_bytes + added.trajectory_bytes
+        sizes += np.array([each.value_bytes for each in rows], dtype=np.int64)
+        futures, low = [], 0
         while low < len(rows):
             high = low + delivery.counts(sizes[low:])
             ends = None if finals is None else finals[low:high]

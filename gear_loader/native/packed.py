@@ -51,6 +51,26 @@ def measure(slots, anchors, extent, offset, length, final, spans) -> int:  # typ
     return bad
 
 
+@compiled
+def summed(spans):  # type: ignore[no-untyped-def]
+    """The steps of all rows, and of the longest; spans as of `measure`."""
+    total, longest = int64(0), int64(0)
+    for b in range(spans.shape[1]):
+        total += spans[1, b]
+        longest = max(longest, spans[1, b])
+    return total, longest
+
+
+@compiled
+def place_rows(spans, starts) -> None:  # type: ignore[no-untyped-def]
+    """Write where each row begins, one after another, and where the last one ends: int32 [n + 1]."""
+    at = int64(0)
+    for b in range(spans.shape[1]):
+        starts[b] = at
+        at += spans[1, b]
+    starts[spans.shape[1]] = at
+
+
 # A queue of drawn rows: int64 [QUEUE_WIDTH, n].
 QUEUE_SLOT, QUEUE_ANCHOR, QUEUE_GENERATION = 0, 1, 2
 QUEUE_DRAW, QUEUE_ROW = 3, 4  # number of the row's draw, and the row in it

@@ -112,8 +112,8 @@ def append_values(base, lanes, chosen, spots, first, count, parts, records) -> b
     return True
 
 
-@compiled
-def measure_values(records, row_bytes, first, end, on_disk, offsets) -> int:  # type: ignore[no-untyped-def]
+@njit  # type: ignore[untyped-decorator]
+def _measure(records, row_bytes, first, end, on_disk, offsets) -> int:  # type: ignore[no-untyped-def]
     """Write where each value begins among the rows of all, int64 [n + 1]; return how many records are invalid.
 
     Args:
@@ -139,7 +139,13 @@ def measure_values(records, row_bytes, first, end, on_disk, offsets) -> int:  # 
 
 
 @compiled
-def read_values(base, end, first, records, row_bytes, on_disk, skip, size, out) -> int:  # type: ignore[no-untyped-def]
+def measure_values(records, row_bytes, first, end, on_disk, offsets) -> int:  # type: ignore[no-untyped-def]
+    """See `_measure`."""
+    return int(_measure(records, row_bytes, first, end, on_disk, offsets))
+
+
+@njit  # type: ignore[untyped-decorator]
+def _read(base, end, first, records, row_bytes, on_disk, skip, size, out) -> int:  # type: ignore[no-untyped-def]
     """Copy a part of the values of records, as they lie one after another, to the address `out`.
 
     Args:
@@ -185,6 +191,44 @@ def read_values(base, end, first, records, row_bytes, on_disk, skip, size, out) 
             copy_bytes(out, base + place + skip, taken)
         out, size, skip = out + taken, size - taken, 0
     order_stores()
+    return bad
+
+
+@compiled
+def read_values(base, end, first, records, row_bytes, on_disk, skip, size, out) -> int:  # type: ignore[no-untyped-def]
+    """See `_read`."""
+    return int(_read(base, end, first, records, row_bytes, on_disk, skip, size, out))
+
+
+COLUMN_RECORDS, COLUMN_COUNT, COLUMN_ROW_BYTES, COLUMN_OUT, COLUMN_WIDTH = 0, 1, 2, 3, 4
+"""A column of `measure_columns` and `read_columns`: address of its records, int64 [count, 2], their number, bytes of a
+row, address of the output."""
+
+
+@compiled
+def measure_columns(columns, first, end, offsets) -> int:  # type: ignore[no-untyped-def]
+    """`_measure` of several columns of values in memory, int64 [C, COLUMN_WIDTH], whose offsets follow one another."""
+    bad, at = 0, 0
+    for c in range(len(columns)):
+        count = columns[c, COLUMN_COUNT]
+        records = carray(pointer(columns[c, COLUMN_RECORDS]), (count, 2), np.int64)
+        bad += _measure(
+            records, columns[c, COLUMN_ROW_BYTES], first, end, False, offsets[at : at + count + 1]
+        )
+        at += count + 1
+    return bad
+
+
+@compiled
+def read_columns(base, end, first, columns, offsets) -> int:  # type: ignore[no-untyped-def]
+    """`_read` of the whole values of several columns that `measure_columns` has measured."""
+    bad, at = 0, -1
+    for c in range(len(columns)):
+        count, row_bytes = columns[c, COLUMN_COUNT], columns[c, COLUMN_ROW_BYTES]
+        records = carray(pointer(columns[c, COLUMN_RECORDS]), (count, 2), np.int64)
+        at += count + 1
+        size = offsets[at] * row_bytes
+        bad += _read(base, end, first, records, row_bytes, False, 0, size, columns[c, COLUMN_OUT])
     return bad
 
 

@@ -24,10 +24,12 @@ from gear_loader.errors import CheckpointError, SchemaError, TableClosedError, T
 from gear_loader.replay.adding import Adder, count_of, flags_of
 from gear_loader.replay.agents import AgentAdder, Agents
 from gear_loader.replay.hindsight import Hindsight, Relabel
-from gear_loader.replay.nesting import Nesting, as_array, on_cpu
+from gear_loader.replay.nesting import Nesting, as_array, is_text, on_cpu
+from gear_loader.replay.value_adding import ValueAdder, example_of, is_ragged, names_of
 from gear_loader.selection.samplers import Sampler, Uniform
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
+from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.table import Table
@@ -85,6 +87,11 @@ class ReplayBuffer:
     are dicts of all agents, with zeros for those that did not act, and ``active`` is a dict of bool ``[B]``, False for
     these. If one agent is truncated while others go on, the returns of all end there.
 
+    With `payload` values may have any length: texts, bytes, and arrays ``[n, ...]`` of columns in `ragged`, or of
+    Sequence spaces. A batch has lists of text, and a `Ragged` of arrays. What follows the last step of an episode is
+    then a step of its own, in the place of a transition; and a transition can be drawn when the next one of its
+    environment was added, or the episode has ended.
+
     Each transition can be drawn as soon as `add` has returned. A full buffer drops its oldest trajectory: an episode,
     or a piece of at most 1,024 steps of a longer one; so it holds nearly `capacity` transitions. With `hindsight`
     episodes of up to ``capacity // (2 * num_envs)`` steps are kept and dropped whole.
@@ -110,6 +117,9 @@ class ReplayBuffer:
         seed: seed of all draws.
         hindsight: `Hindsight`: replaces desired goals by achieved ones.
         transform: function that is called with each batch; see `ReplayDataset` and `gear_loader.transforms`.
+        payload: bytes of the values of any length, an int or a text such as ``"1GiB"``; see `Memory`. Observations with
+            such values need ``n_step=1``. Not with `agents` or `hindsight`.
+        ragged: names of columns of arrays whose first extent varies, such as ``("obs.tokens",)``.
 
     **If the process is killed**, another one can continue by ``if_exists="attach"``, with every transition whose `add`
     has returned (with `hindsight`, without `running`: every episode that has ended). With `disk` alone, the transitions
@@ -149,6 +159,8 @@ class ReplayBuffer:
         seed: int = 0,
         hindsight: Hindsight | None = None,
         transform: Any = None,
+        payload: int | str | None = None,
+        ragged: Iterable[str] = (),
     ) -> None:
         self.capacity, self.n_step = at_least("capacity", capacity), at_least("n_step", n_step)
         check_gamma(gamma)
@@ -167,6 +179,14 @@ class ReplayBuffer:
         if hindsight is not None and agents is not None:
             raise SchemaError("agents and hindsight were given; expected one of them.")
         self._hindsight, self._transforms = hindsight, transforms_of(transform)
+        self._memory = Memory() if payload is None else Memory(payload=payload)
+        self._ragged = names_of(ragged)
+        if payload is None and self._ragged:
+            raise SchemaError(
+                f"ragged is {self._ragged} without payload; expected the bytes of their values, too."
+            )
+        if payload is not None and (hindsight is not None or agents is not None):
+            raise SchemaError("payload was given with agents or hindsight; expected it without them.")
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
@@ -185,19 +205,19 @@ class ReplayBuffer:
         self._waiting: dict[str, Any] | None = None  # a state to load when the columns are known
         self._table: Table | None = None
         self._dataset: ReplayDataset | None = None
-        self._adder: Adder | AgentAdder | None = None
+        self._adder: Adder | AgentAdder | ValueAdder | None = None
         self._waits = (
             name is None and disk is None
         )  # whether added rows may wait: nobody else reads the table
-        self._spaces: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None  # columns, told by spaces
+        self._spaces: dict[str, tuple[Any, tuple[Any, ...]]] | None = None  # columns, told by spaces
         self._resumes = self._disk is not None and self._disk.exists()
         # What is in memory is newer; and a process may have been killed before it wrote anything but the table.
         self._resumes = self._resumes and not self._is_named() and not self._is_blank()
         if observation_space is not None:
             spaces = {"obs": observation_space, "action": action_space}
-            columns: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+            columns: dict[str, tuple[Any, tuple[Any, ...]]] = {}
             for name, space in spaces.items():
-                self._nestings[name], found = Nesting.of_space(name, space)
+                self._nestings[name], found = Nesting.of_space(name, space, ragged=payload is not None)
                 columns |= {column: _column(column, *each) for column, each in found.items()}
             if self._agents is not None:
                 self._agents.check_first(self._nestings)
@@ -228,11 +248,25 @@ class ReplayBuffer:
             self._adder.flush()
             self._adder.waits &= waits
 
-    def _make(self, columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def _make(self, columns: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
         """Create the table of columns without those that every buffer has."""
         finals = set(self._nestings["obs"].columns())
+        values = {name for name, each in columns.items() if is_ragged(each)}
+        if values and self.n_step > 1 and finals & values:
+            raise SchemaError(
+                f"n_step is {self.n_step}, and the observations have values of any length, {sorted(finals & values)}; "
+                "expected n_step=1."
+            )
+        if self._memory.payload is not None and not values:
+            raise SchemaError(
+                f"payload is {shown(self._memory.payload)}, and no column of {list(columns)} has values of any length; "
+                "name it in ragged, or leave payload out."
+            )
+        finals = set() if values else finals
         schema = {
-            name: Column(dtype, shape, final=name in finals, cast=True)
+            name: Column(dtype, shape)
+            if name in values
+            else Column(dtype, shape, final=name in finals, cast=True)
             for name, (dtype, shape) in columns.items()
         }
         own = {"reward": torch.float32, "terminated": torch.bool, "active": torch.bool}
@@ -244,11 +278,14 @@ class ReplayBuffer:
             self._hindsight.check(schema)
         envs = self.num_envs or 1
         stored = self.capacity * self._piece // (self._piece - self.overlap)
-        steps = max(stored, 2 * envs * (self._piece + 1))
+        stored += stored // self._piece if values else 0  # each trajectory has one more
+        steps = max(stored, 2 * envs * (self._piece + 1 + bool(values)))
+        trajectories = steps // min(_SHORTEST, self._piece) + 2 * envs + _MORE
         table = self._create(
             schema,
             max_steps=steps,
-            max_trajectories=steps // min(_SHORTEST, self._piece) + 2 * envs + _MORE,
+            max_trajectories=trajectories,
+            memory=self._memory if values else Memory(),
             block_steps=min(
                 16 if sum(each.step_bytes for each in schema.values()) > _SMALL else 32, self._unit
             ),
@@ -354,7 +391,10 @@ class ReplayBuffer:
     def __len__(self) -> int:
         """Number of transitions that have been stored; with `Hindsight`, of episodes that have ended."""
         self._flush()
-        return 0 if self._table is None else self._table.num_steps
+        if self._table is None:
+            return 0
+        # Of values of any length, the last step of each trajectory is what followed.
+        return self._table.num_steps - (len(self._table) if self._table.schema.ragged else 0)
 
     def __repr__(self) -> str:
         with contextlib.suppress(TableClosedError):
@@ -409,11 +449,13 @@ class ReplayBuffer:
             adder = self._adder = self._new_adder(count)
         adder.add(values, reward, next_obs, terminated, truncated, active, single=single)
 
-    def _new_adder(self, count: int) -> Adder | AgentAdder:
+    def _new_adder(self, count: int) -> Adder | AgentAdder | ValueAdder:
         """What adds to the table, of which `num_envs` is known then."""
         assert self._table is not None
-        adder: Adder | AgentAdder
-        if self._agents is not None:
+        adder: Adder | AgentAdder | ValueAdder
+        if self._table.schema.ragged:
+            adder = ValueAdder(self._table, self._nestings, count, self._piece)
+        elif self._agents is not None:
             columns = self._table, self._nestings, count, self._piece
             adder = AgentAdder(self._agents, *columns, waits=self._waits)
         else:
@@ -438,12 +480,20 @@ class ReplayBuffer:
                 raise SchemaError(
                     f"The columns {taken} were given; expected other names, without dots, than {self._taken}."
                 )
-            nestings = {name: Nesting.of(name, value) for name, value in values.items()}
+            ragged = None if self._memory.payload is None else self._ragged
+            nestings = {name: Nesting.of(name, value, ragged) for name, value in values.items()}
             if self._agents is not None:
                 self._agents.check_first(nestings)
             columns = {}
             for name, value in values.items():
                 for column, leaf in nestings[name].leaves(value):
+                    if ragged is not None and (column in ragged or is_text(leaf)):
+                        text, array = example_of(column, leaf, count, single)
+                        columns[column] = text, ()
+                        if array is not None:
+                            dtype, shape = _column(column, array.dtype, array.shape[1:])
+                            columns[column] = dtype, (None, *shape)
+                        continue
                     array = as_array(leaf)
                     if not single and array.shape[:1] != (count,):
                         raise SchemaError(
@@ -475,6 +525,10 @@ class ReplayBuffer:
         Raises:
             SchemaError: as `add`. Nothing was added.
         """
+        if self._memory.payload is not None or (self._table is not None and self._table.schema.ragged):
+            raise SchemaError(
+                "extend takes no values of any length, of which there are some with payload; use add."
+            )
         missing = [
             name
             for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated")
@@ -601,7 +655,7 @@ class ReplayBuffer:
             self._dataset.load_state_dict(dict(state))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all transitions into the directory `path`; see `Table.save`.
+        """Write all transitions into the directory or to the address `path`; see `Table.save`.
 
         Raises:
             TableEmptyError: nothing was added. CheckpointError: the directory cannot be written.
@@ -622,12 +676,9 @@ class ReplayBuffer:
             "agents": None if self._agents is None else self._agents.names,
             "nestings": {name: nesting.described() for name, nesting in self._nestings.items()},
         }
-        part = Path(path) / f"{_DESCRIPTION}.part"
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(described, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(Path(path) / _DESCRIPTION)
+        from gear_loader.checkpoint.opening import replace_file
+
+        replace_file(path, _DESCRIPTION, json.dumps(described).encode())
 
     def _options(self) -> dict[str, Any]:
         """Options that `save` keeps, for JSON."""
@@ -655,7 +706,7 @@ class ReplayBuffer:
         """A buffer with the transitions that `save` has written.
 
         Args:
-            path: the directory. options: as for `ReplayBuffer`, without `capacity`, the spaces and `disk`.
+            path: the directory or address. options: as for `ReplayBuffer`, without `capacity`, the spaces and `disk`.
 
         Raises:
             CheckpointError: the directory does not hold a buffer.
@@ -681,9 +732,11 @@ def _description(
     Raises:
         CheckpointError: it does not hold such a buffer.
     """
-    where = Path(path) / _DESCRIPTION
+    from gear_loader.checkpoint.opening import read_file
+
+    where = f"{os.fspath(path)}/{_DESCRIPTION}"
     try:
-        described = json.loads(where.read_text(encoding="utf-8"))
+        described = json.loads(read_file(path, _DESCRIPTION))
         nestings = {
             name: Nesting.from_description(name, each) for name, each in described["nestings"].items()
         }
@@ -722,7 +775,7 @@ def _step(nesting: Nesting, values: Any, step: int) -> Any:
 
 def _check_first(
     obs: Nesting,
-    columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    columns: Mapping[str, tuple[Any, tuple[Any, ...]]],
     count: int,
     single: bool,
     next_obs: Any,
@@ -730,6 +783,8 @@ def _check_first(
 ) -> None:
     """Raise SchemaError unless `next_obs` and the flags of the first row fit."""
     for column, leaf in obs.leaves(next_obs):
+        if is_ragged(columns[column]):
+            continue
         found, wanted = list(as_array(leaf).shape), columns[column][1]
         wanted = wanted if single else (count, *wanted)
         if found != list(wanted):
@@ -739,8 +794,10 @@ def _check_first(
             flags_of(name, each, count)
 
 
-def _column(name: str, dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+def _column(name: str, dtype: Any, shape: Any) -> tuple[Any, tuple[Any, ...]]:
     """dtype and shape of a column, for values of a numpy dtype."""
+    if dtype is str:
+        return dtype, shape
     found = None if dtype is None else np.dtype(dtype)
     known = _WIDER.get(found, _DTYPES.get(found))  # type: ignore[arg-type]
     if known is None or shape is None:

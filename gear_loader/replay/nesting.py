@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,9 @@ class Nesting:
     ``leaf``       an array, or what `as_array` takes      what is given for the column
     ``text``       str of at most `size` bytes, or n of    uint8 ``[..., size]``: UTF-8, zeros after it
                    them
+    ``value``      text, bytes or an array ``[n, ...]``    what is given for the column, which is ragged
+                   of any length, or one for each
+                   environment
     ``none``       None                                    None, without a column
     ``dict``       a mapping                               dict
     ``tuple``      a tuple                                 tuple
@@ -56,25 +59,31 @@ class Nesting:
         self._keys = set(self.parts)
 
     @classmethod
-    def of(cls, name: str, value: Any) -> Nesting:
+    def of(cls, name: str, value: Any, ragged: Collection[str] | None = None) -> Nesting:
         """The nesting of a value.
+
+        Args:
+            ragged: columns of values of any length, as those of text are then, too; None: there are none.
 
         Raises:
             SchemaError: no column, a key that is not a text or has a dot, a text, or a dataclass that cannot be made
                 from its fields.
         """
-        found = cls._of(name, value)
+        found = cls._of(name, value, ragged)
         if not found.columns():
             raise SchemaError(f"{name!r} is {shown(value)}; expected at least one array in it.")
         return found
 
     @classmethod
-    def _of(cls, name: str, value: Any) -> Nesting:
+    def _of(cls, name: str, value: Any, ragged: Collection[str] | None) -> Nesting:
+        if ragged is not None and (name in ragged or is_text(value)):
+            return cls(name, kind="value")
         kind, parts = _taken_apart(value)
         if kind == "text":
             raise SchemaError(
-                f"{name!r} is the text {shown(value)}, of which the greatest length is not known; expected "
-                "observation_space and action_space with gymnasium.spaces.Text(max_length), or numbers."
+                f"{name!r} is the text {shown(value)}, of which the greatest length is not known; expected a buffer "
+                "with payload=, or with observation_space and action_space of gymnasium.spaces.Text(max_length), or "
+                "numbers."
             )
         if kind == "dataclass" and not all(field.init for field in dataclasses.fields(value)):
             raise SchemaError(
@@ -82,13 +91,18 @@ class Nesting:
                 "made from its fields."
             )
         _check_keys(name, kind, parts)
-        each = {key: cls._of(f"{name}.{key}", part) for key, part in parts.items()}
+        each = {key: cls._of(f"{name}.{key}", part, ragged) for key, part in parts.items()}
         return cls(name, each, kind=kind, type=type(value) if kind in ("namedtuple", "dataclass") else None)
 
     @classmethod
-    def of_space(cls, name: str, space: Any) -> tuple[Nesting, dict[str, tuple[Any, tuple[int, ...]]]]:
+    def of_space(
+        cls, name: str, space: Any, *, ragged: bool = False
+    ) -> tuple[Nesting, dict[str, tuple[Any, tuple[Any, ...]]]]:
         """The nesting of the values of a Gymnasium space, or of a mapping of spaces; numpy dtype and shape of each
-        column.
+        column: of those of any length `str`, or None as the first extent.
+
+        Args:
+            ragged: whether there are such, of Text and Sequence spaces.
 
         Raises:
             SchemaError: a space whose values are not arrays of one fixed shape, or keys as in `of`.
@@ -101,9 +115,14 @@ class Nesting:
             _check_keys(name, kind, parts)
             if not parts:
                 raise SchemaError(f"{name!r} has the space {space!r}; expected at least one part.")
-            found = {key: cls.of_space(f"{name}.{key}", part) for key, part in parts.items()}
+            found = {key: cls.of_space(f"{name}.{key}", part, ragged=ragged) for key, part in parts.items()}
             columns = {column: each for _, below in found.values() for column, each in below.items()}
             return cls(name, {key: nesting for key, (nesting, _) in found.items()}, kind=kind), columns
+        if ragged and "Text" in names:
+            return cls(name, kind="value"), {name: (str, ())}
+        if ragged and "Sequence" in names and getattr(space.feature_space, "shape", None) is not None:
+            each = space.feature_space
+            return cls(name, kind="value"), {name: (np.dtype(each.dtype), (None, *each.shape))}
         if "Text" in names:
             size = space.max_length * max((len(letter.encode()) for letter in space.character_set), default=1)
             return cls(name, kind="text", size=size), {name: (np.dtype(np.uint8), (size,))}
@@ -115,7 +134,7 @@ class Nesting:
     @property
     def is_leaf(self) -> bool:
         """Whether it is a column."""
-        return self.kind in ("leaf", "text")
+        return self.kind in ("leaf", "text", "value")
 
     def columns(self) -> list[str]:
         """Names of the columns."""
@@ -134,6 +153,9 @@ class Nesting:
         return self._walk(value)
 
     def _walk(self, value: Any) -> Iterator[tuple[str, Any]]:
+        if self.kind == "value":
+            yield self.name, value
+            return
         kind, parts = _taken_apart(value)
         if self.kind == "text":
             yield self.name, self._encoded(value)
@@ -178,8 +200,8 @@ class Nesting:
             int(key) if kind == "tuple" else key: cls.from_description(f"{name}.{key}", part)
             for key, part in below.items()
         }
-        if kind == "text":
-            return cls(name, kind=kind, size=int(more[0]))
+        if kind in ("text", "value"):
+            return cls(name, kind=kind, size=int(more[0]) if more else 0)
         make: Any = dataclasses.make_dataclass if kind == "dataclass" else collections.namedtuple
         return cls(name, parts, kind=kind, type=make(more[0], list(parts)) if more else None)
 
@@ -259,6 +281,15 @@ def on_gpu(value: Any) -> bool:
         return value.is_cuda
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
     return any(map(on_gpu, parts))
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is text or bytes, or a list, a tuple or an array of them."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "US"
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(isinstance(each, (str, bytes)) for each in value)
+    return isinstance(value, (str, bytes))
 
 
 def as_array(value: Any) -> Array:

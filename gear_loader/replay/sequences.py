@@ -94,6 +94,11 @@ class SequenceBuffer(ReplayBuffer):
                 f"{sorted(unknown)} were given; a SequenceBuffer has no n-step returns, hindsight or agents. "
                 "Leave them out."
             )
+        if options.get("payload") is not None or options.get("ragged"):
+            raise SchemaError(
+                "payload or ragged was given; a SequenceBuffer has no values of any length. Use ReplayBuffer, or a "
+                "Table and its writers."
+            )
         if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
             raise SchemaError(f"mutable is {shown(mutable)}; expected names of columns, such as ('state',).")
         self.mutable = tuple(mutable)

@@ -55,8 +55,8 @@ class CompleteAnchors:
                 continue
             final = column.final
             finals.add(final)
-            first = max(first, -window.offset)
-            ahead[final] = max(ahead[final], window.offset + window.length - 1)
+            low, high = window.reach
+            first, ahead[final] = max(first, -low), max(ahead[final], high)
         if complete:
             return cls(first, ahead[False], ahead[True], stride, stride)
         reach = ahead[False not in finals]

@@ -9,12 +9,15 @@ Gymnasium, Minari and h5py are imported by the function that needs them: pip ins
 Gear Loader).
 """
 
+from gear_loader.sources.arrow_sources import read_arrow, read_hf, read_parquet, read_rows
 from gear_loader.sources.environment import collect, collect_iter
 from gear_loader.sources.episodes import Episode, EpisodeReader, infer_schema
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.minari import read_minari
 from gear_loader.sources.named import register
+from gear_loader.sources.npz import read_npz
 from gear_loader.sources.source_loading import load
+from gear_loader.sources.webdataset import read_webdataset
 
 __all__ = [
     "Episode",
@@ -23,7 +26,13 @@ __all__ = [
     "collect_iter",
     "infer_schema",
     "load",
+    "read_arrow",
     "read_hdf5",
+    "read_hf",
     "read_minari",
+    "read_npz",
+    "read_parquet",
+    "read_rows",
+    "read_webdataset",
     "register",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_EXTRAS = {"pyarrow": "data", "datasets": "data"}
+
 
 def require(module: str, purpose: str) -> Any:
     """Import an optional package on first use.
@@ -20,6 +22,7 @@ def require(module: str, purpose: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{purpose} needs the package {module!r}, which cannot be imported ({error}). "
-            "Install it: pip install '.[sources]' (in a clone of Gear Loader)",
+            f"Install it: pip install '.[{_EXTRAS.get(module.partition('.')[0], 'sources')}]' (in a clone of Gear "
+            "Loader)",
             name=module,
         ) from error

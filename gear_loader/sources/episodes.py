@@ -36,8 +36,9 @@ from gear_loader.utils.arrays import shown, unreadable
 from gear_loader.utils.checks import at_least
 
 
-class Episode(dict[str, np.ndarray]):
-    """One episode: column name -> array ``[T, *shape]``, or ``[*shape]`` of what it has once (a column per trajectory).
+class Episode(dict[str, Any]):
+    """One episode: column name -> array ``[T, *shape]``, or ``[*shape]`` of what it has once (a column per trajectory);
+    of values of any length a list.
 
     Attributes:
         final: values after the last step, column name -> array ``[*shape]``: the observation that follows the last
@@ -47,7 +48,7 @@ class Episode(dict[str, np.ndarray]):
     """
 
     def __init__(
-        self, columns: Mapping[str, np.ndarray] | None = None, final: Mapping[str, np.ndarray] | None = None
+        self, columns: Mapping[str, Any] | None = None, final: Mapping[str, np.ndarray] | None = None
     ) -> None:
         super().__init__(columns or {})
         self.final: dict[str, np.ndarray] = dict(final or {})
@@ -72,12 +73,24 @@ class EpisodeReader(abc.ABC):
         lengths: steps of each episode, int64 [n], read-only.
         schema: the columns of every episode, as `gear_loader.Table.create` takes them.
         finals: the columns of `Episode.final`.
+        payload: bytes that all values of any length take together, if that is known, or an upper bound; else None, and
+            `load` reads them once more to make a table of that size.
+
+    Columns may be of any that a table has. Values of any length, ``Column(str)``, ``Column(bytes)``, a shape that
+    begins with None, or a codec, are given as `gear_loader.Table.add` takes them: a list with a value for each step, or
+    one value of a column per trajectory. Encoded images are bytes as the file has them; they are not decoded.
     """
 
     def __init__(
-        self, source: str, lengths: np.ndarray, schema: Mapping[str, Column], finals: Iterable[str] = ()
+        self,
+        source: str,
+        lengths: np.ndarray,
+        schema: Mapping[str, Column],
+        finals: Iterable[str] = (),
+        payload: int | None = None,
     ) -> None:
         self.source = source
+        self.payload = payload
         self.finals = frozenset(finals)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.lengths.flags.writeable = False
@@ -159,7 +172,7 @@ def _schema_of(episode: Any, where: str) -> dict[str, Column]:
     return schema
 
 
-def column_of(dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Column:
+def column_of(dtype: torch.dtype, shape: tuple[int | None, ...], what: str) -> Column:
     """Create a column.
 
     Args:

@@ -30,14 +30,11 @@ def how_to_cut(source: Any) -> str:
     """How to give rows of time steps as episodes, for error messages."""
     if is_hugging_face(source):
         return (
-            "Cut them at the episodes: rows = dataset.with_format('numpy'), then load([rows[start:end] for start, end "
-            "in bounds]). If each row is a whole episode, pass list(dataset)."
+            "Cut them at the episodes: load(read_rows(dataset, episode='a column')); or rows='episodes', if each row "
+            "is a whole episode."
         )
     if is_frame(source):
-        return (
-            "Cut them at the episodes: load([{name: part[name].to_numpy() for name in part} for _, part in "
-            "frame.groupby('episode')])."
-        )
+        return "Cut them at the episodes: load(gear_loader.sources.read_rows(frame, episode='a column'))."
     return (
         "Rows that are time steps are stacked first: one mapping {column: array [T, ...]} for each episode."
     )

@@ -411,7 +411,8 @@ class GrowingSink(BlockSink):
             self._grow(chosen, rows, first, count, final=False)
             chosen = chosen[lanes[chosen, LANE_STEPS] == 0]
             others = [lane for lane, steps in common.items() if steps is not None]
-            self._begin(chosen[~np.isin(chosen, others)], rows, first, count, given, None)
+            alone = chosen[~np.isin(chosen, others)] if others else chosen
+            self._begin(alone, rows, first, count, given, None)
             for lane in others:
                 self._begin(np.array([lane]), rows, first, count, given, common[lane])
         except BaseException:

@@ -122,7 +122,7 @@ def encoded(coded: Coded, given: Any, what: str, *, once: bool, whole: bool) -> 
         value, name = values[i], what if once else f"{what}, step {i},"
         if isinstance(value, (bytes, bytearray, memoryview)):
             found[i] = bytes(value)
-            _check(coded, coder, found[i], name)
+            check_encoded(coded, coder, found[i], name)
         else:
             array = _array(coded, dtype, value, name)
             try:
@@ -159,7 +159,8 @@ def _array(coded: Coded, dtype: Any, value: Any, what: str) -> Array:
     return np.ascontiguousarray(value)
 
 
-def _check(coded: Coded, coder: Coder, blob: bytes, what: str) -> None:
+def check_encoded(coded: Coded, coder: Coder, blob: bytes | memoryview, what: str) -> None:
+    """Raise SchemaError for bytes that a codec has not made of a value that fits; `what`: its name."""
     try:
         shape = coder.shape(memoryview(blob))
         coded.check_shape(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -18,6 +19,7 @@ import torch
 from gear_loader.errors import LockTimeoutError, SchemaError
 from gear_loader.native import copying
 from gear_loader.storage.allocation import Claim
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sizes import waste_remedy
 from gear_loader.storage.counted_stats import stats_of
 from gear_loader.storage.counters import (
@@ -42,6 +44,7 @@ from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Schema
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_rules import OnFull, Rules
 from gear_loader.storage.tier_counts import KEEP, KEEPS, pack_priorities
@@ -77,7 +80,8 @@ class Engine:
     Attributes:
         schema, name, rules, on_full: as of the table. policy: `on_full` as the arguments `evict` and `wait` of
         `Index.begin`. longest: steps of the longest trajectory that the table can hold. disk: writes the table into a
-        directory in the background, or None. device: the GPU in whose memory the blocks lie, or None.
+        directory in the background, or None. device: the GPU in whose memory the blocks lie, or None. group_columns:
+        what finds trajectories by a column, by its name (`group_input`).
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class Engine:
     ) -> None:
         self.region = region
         self.disk: DiskWriter | None = None
+        self.statistics: Statistics | None = None
+        self.loading: Loading | None = None
         self._index: Index | None = Index(region)
         self.device = None if region.device_memory is None else region.device_memory.device
         self._tier_reader: TierReader | None = None
@@ -113,6 +119,7 @@ class Engine:
             min(self.longest, most // layout.schema.step_bytes) if self.device is None else -1
         )
         """Rows of the longest trajectory that `Index.store_one` takes."""
+        self.group_columns: dict[str, Any] = {}
         _engines.add(self)
 
     @property
@@ -214,7 +221,7 @@ class Engine:
         if limiter is not None:
             limiter.check_insert(len(steps.lengths))
         evict, wait = self.policy
-        payload = steps.payload
+        payload = steps.payload if prefixes is None else prefixes.payload
         if payload is not None:
             check_payload_fits(payload, self.region.layout.payload)
         elif prefixes is None and self.device is None and (ids is None or unique):
@@ -249,6 +256,8 @@ class Engine:
                 offsets = index.place_payload(heap, payload, slots, claim.generations, evict=evict, wait=wait)
                 if not write_payload(payload, heap, offsets):
                     raise index.arrays.corrupt("a ragged value has a part outside of its memory")
+            for to, place, size in () if prefixes is None else prefixes.records:
+                ctypes.memmove(to, place, size)
             self._write(blocks, steps if prefixes is None else prefixes.rows)
             index.commit(slots, priorities)
         except BaseException as error:

@@ -200,6 +200,15 @@ def stacked_bytes(schema: Schema, columns: Any, lengths: Any) -> tuple[Array, di
     }
 
 
+def stacked_rows(schema: Schema, columns: Any, lengths: Any) -> list[dict[str, Any]]:
+    """Stacked trajectories of which some columns are ragged, as `stacked`, one by one."""
+    columns, counts = _columns_and_counts(columns, lengths)
+    if len(counts) == 0:
+        _check_empty(schema, columns)
+        return []
+    return _rows_of(schema, columns, counts, None)
+
+
 def _columns_and_counts(columns: Any, lengths: Any) -> tuple[Mapping[str, Any], Array]:
     columns = as_mapping(columns)
     if not isinstance(columns, Mapping):

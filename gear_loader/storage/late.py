@@ -5,6 +5,7 @@ The bytes are written first, then the trajectory's bit of the column is set: see
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from gear_loader.errors import FilledError, SchemaError, TableFullError
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage.counters import NUM_TOUCHED, VERSION
+from gear_loader.storage.disk_records import rows_of
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits, set_filled
 from gear_loader.storage.index_arrays import IndexArrays
@@ -135,6 +137,8 @@ class _FillCall:
         def live() -> Array:
             live = arrays.live_rows(self.slots, self.generations, strict=self.strict, what="rows are of")
             self._check(rows := np.flatnonzero(live))
+            if self.again:  # values of those that are filled are there
+                rows = rows[(filled_bits(arrays, self.slots[rows]) & self.bits) != self.bits]
             self.generations[rows] = arrays.generation[self.slots[rows]]
             self.generations[~live] = _NO_GENERATION
             return rows
@@ -256,12 +260,35 @@ class _FillCall:
             ends, counts = np.cumsum(each.lengths), self._counts(each, rows)
             column, block_ends = self.engine.region.column(each.name), np.cumsum(counts)
             for i, row in enumerate(rows.tolist()):
+                if not same[i]:
+                    continue
                 ids = blocks[each.name][block_ends[i] - counts[i] : block_ends[i]]
                 length = int(each.lengths[row])
                 stored = column[ids[:, None], 0] if each.column.trajectory else column[ids]
                 stored = stored.reshape(-1, each.data.shape[-1])[:length]
-                same[i] &= np.array_equal(stored, each.data[ends[row] - length : ends[row]])
+                part = slice(int(ends[row]) - length, int(ends[row]))
+                same[i] = (
+                    np.array_equal(stored, each.data[part])
+                    if each.ragged is None
+                    else self._have_values(each, stored, part)
+                )
         return same
+
+    def _have_values(self, values: LateValues, stored: Array, part: slice) -> bool:
+        """Whether records, uint8 [k, 16], are of the ragged values `part`."""
+        assert values.ragged is not None
+        assert values.column.ragged is not None
+        records = np.ascontiguousarray(stored).view(np.int64)
+        sizes, rows, addresses = values.ragged.parts[:, 0, part]
+        if not np.array_equal(rows_of(records), rows):
+            return False
+        found: Array = np.empty(int(sizes.sum()), dtype=np.uint8)
+        self.engine.payload.copy(values.column.ragged, records, 0, int(rows.sum()), found)
+        ends = np.cumsum(sizes).tolist()
+        return all(
+            found[end - size : end].tobytes() == ctypes.string_at(address, size)
+            for end, size, address in zip(ends, sizes.tolist(), addresses.tolist(), strict=True)
+        )
 
     def _copy(self, located: _Located) -> None:
         """Copy the values into the blocks of the rows."""

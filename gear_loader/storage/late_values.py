@@ -35,6 +35,29 @@ class LateValues:
     lengths: Array
     ragged: StepValues | None = None
 
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the ragged values."""
+        return 0 if self.ragged is None else int(self.ragged.parts[0].sum())
+
+    @property
+    def sizes(self) -> Array:
+        """Bytes of the values of each trajectory, int64 [n]."""
+        fixed = self.lengths * self.column.step_bytes
+        if self.ragged is None:
+            return fixed
+        sums = np.concatenate(([0], np.cumsum(self.ragged.parts[0, 0])))
+        return fixed + np.diff(sums[np.concatenate(([0], np.cumsum(self.lengths)))])
+
+    def part(self, low: int, high: int) -> LateValues:
+        """The values of trajectories `low` to `high`."""
+        ends = np.cumsum(self.lengths)
+        which = slice(int(ends[low] - self.lengths[low]), int(ends[high - 1]))
+        ragged = self.ragged
+        if ragged is not None:
+            ragged = ragged._replace(parts=ragged.parts[:, :, which], records=ragged.records[:, which])
+        return LateValues(self.name, self.column, self.data[which], self.lengths[low:high], ragged)
+
 
 def check_late(schema: Schema, names: list[str]) -> None:
     """Raise SchemaError unless these are names of write-once columns, at least one."""
@@ -87,6 +110,8 @@ def checked_fill(
 
 def _values(name: str, column: Column, value: Any, count: int, starts: Any, single: bool) -> LateValues:
     """Check the values of one column."""
+    if isinstance(value, LateValues):  # which were checked as they were received
+        return value
     if column.ragged is not None:
         return _ragged_values(name, column, value, count, starts, single)
     dtype: Any = DtypeName(column.dtype_name)  # which loads no torch

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.native.ragged_copies import (
+    COLUMN_OUT,
     PIECE_WIDTH,
     count_rows,
     list_values,
+    measure_columns,
     measure_values,
+    read_columns,
     read_values,
     write_values,
 )
@@ -121,7 +124,7 @@ class PayloadReader:
         tier: returns what reads values on disk, of a table with a disk tier; else None.
 
     Attributes:
-        address: of the payload memory.
+        address: of the payload memory. check: as given.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class PayloadReader:
     ) -> None:
         heap = region.payload()
         self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
-        self._hold, self.address, self._end, self._check = heap, heap.ctypes.data, heap.nbytes, check
+        self._hold, self.address, self._end, self.check = heap, heap.ctypes.data, heap.nbytes, check
         self._tier = tier
         self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
@@ -160,20 +163,54 @@ class PayloadReader:
         rows = self.measure(records, row_bytes, places)
         memory = torch.empty((rows, *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned)
         flat = memory.reshape(-1).view(torch.uint8).numpy()
-        self._check(self.copy(values, records, 0, rows, flat))
+        self.check(self.copy(values, records, 0, rows, flat))
         if values.kind != "array":
             try:
                 return texts(memory.numpy(), places, values.kind, shape)
             except ValueError:
-                self._check(1)
+                self.check(1)
                 raise
         return Ragged._of(memory, offsets, shape)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether no value is on disk only."""
+        return self._tier is None
+
+    def read_arrays(
+        self, columns: Sequence[tuple[Values, torch.Tensor]], *, pinned: bool = False
+    ) -> list[Ragged]:
+        """Values of several columns of arrays, of a table whose values are all in memory; copied in one call.
+
+        Args:
+            columns: what the values are, and their records, int64 ``[..., 2]``, contiguous. pinned: as for `read`.
+
+        Raises:
+            CorruptTableError: a record names no memory of the table.
+        """
+        places: Array = np.array(
+            [(each.data_ptr(), each.numel() // 2, values.row_bytes, 0) for values, each in columns],
+            dtype=np.int64,
+        )
+        counts = [each.numel() // 2 + 1 for _, each in columns]
+        given: dict[str, Any] = {"device": "cpu", "pin_memory": pinned}
+        offsets = torch.empty(sum(counts), dtype=torch.int64, **given)
+        bounds = offsets.numpy()
+        self._check(int(measure_columns(places, FIRST, self._end, bounds)))
+        found, outs, at = [], [], -1
+        parts = offsets.split(counts) if len(counts) > 1 else (offsets,)
+        for (values, each), count, mine in zip(columns, counts, parts, strict=True):
+            at += count
+            memory = torch.empty((int(bounds[at]), *values.shape), dtype=values.dtype, **given)
+            outs.append(memory.data_ptr())
+            found.append(Ragged._of(memory, mine, tuple(each.shape[:-1])))
+        places[:, COLUMN_OUT] = outs
+        self._check(int(read_columns(self.address, self._end, FIRST, places, bounds)))
+        return found
+
     def measure(self, records: Array, row_bytes: int, offsets: Array) -> int:
         """Write the `Ragged.offsets` of records, int64 [n + 1]; return the rows of all. Errors as of `read`."""
-        self._check(
-            int(measure_values(records, row_bytes, FIRST, self._end, self._tier is not None, offsets))
-        )
+        self.check(int(measure_values(records, row_bytes, FIRST, self._end, self._tier is not None, offsets)))
         return int(offsets[-1])
 
     def list(
@@ -190,17 +227,40 @@ class PayloadReader:
             count = int(
                 list_values(self.address, self._end, records, row_bytes, unit, part_shift, pieces, ends)
             )
-            self._check(int(count < 0))
+            self.check(int(count < 0))
             if count <= len(pieces):
                 return pieces[:count], ends
 
+    def count_invalid(self, values: Values, records: Array) -> int:
+        """How many records, int64 [n, 2], name no memory for such values; of a table without a disk tier."""
+        offsets = np.empty(len(records) + 1, dtype=np.int64)
+        return int(measure_values(records, values.row_bytes, FIRST, self._end, False, offsets))
+
+    def located(self, values: Values, records: Array) -> tuple[Array, object]:
+        """The address of each value, int64 [n], while its trajectory may be read, of a table without a disk tier.
+
+        Returns:
+            Addresses; and what holds copies of values that lie in parts.
+
+        Raises:
+            CorruptTableError: a record names no memory of the table.
+        """
+        self.check(self.count_invalid(values, records))
+        addresses, split = self.address + records[:, 0], np.flatnonzero(records[:, 1] < 0)
+        rows = -records[split, 1]
+        copies: Array = np.empty(int(rows.sum()) * values.row_bytes, dtype=np.uint8)
+        if len(split):
+            self.check(self.copy(values, records[split], 0, int(rows.sum()), copies))
+            addresses[split] = copies.ctypes.data + (np.cumsum(rows) - rows) * values.row_bytes
+        return addresses, copies
+
     def _check_bytes(self, records: Array) -> None:
         offsets = np.empty(len(records) + 1, dtype=np.int64)
-        self._check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, False, offsets)))
+        self.check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, False, offsets)))
 
     def _copy_bytes(self, record: Array, address: int) -> None:
         size = abs(int(record[0, 1]))
-        self._check(int(read_values(self.address, self._end, FIRST, record, 1, False, 0, size, address)))
+        self.check(int(read_values(self.address, self._end, FIRST, record, 1, False, 0, size, address)))
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""
@@ -269,10 +329,11 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
             begins, sizes = np.array(parts, dtype=np.int64).reshape(-1, 2).T
             which = np.searchsorted(extents[:, 0], begins, side="right") - 1
             inside = (begins >= extents[which, 0] + HEADER) & (begins + sizes <= extents[which, 1])
-            owner, generation = slot, index.generation[slot]
-            if schema[name].group and len(index.prefix):
-                owner, generation = (int(each[0]) for each in leaders_of(index, np.array([slot])))
-            own = (extents[which, 2] == owner) & (extents[which, 3] == generation)
+            owners = [(slot, int(index.generation[slot]))]
+            if len(index.prefix) and (schema[name].group or not schema[name].trajectory):
+                leader, since = leaders_of(index, np.array([slot]))
+                owners = [*owners[: not schema[name].group], (int(leader[0]), int(since[0]))]
+            own = np.any([(extents[which, 2:4] == owner).all(axis=1) for owner in owners], axis=0)
             assert (inside & own).all(), f"values of column {name!r} of slot {slot} lie in memory of others"
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from gear_loader.errors import SchemaError, StaleIndexError
 from gear_loader.storage.incoming import Steps
-from gear_loader.storage.prefixes import Prefixes
+from gear_loader.storage.prefixes import Prefixes, leaders_of, prefixes_of
+from gear_loader.storage.ragged_input import Payload, joined_payloads
 from gear_loader.storage.readers import Ticket
 from gear_loader.utils.arrays import Array, numbers, shown
 
@@ -73,11 +74,25 @@ class Beginning:
 
         def locate() -> Prefixes:
             slots, known, counts = self._begin(len(steps.lengths), ticket)
-            shared = counts // arrays.block_steps
+            leads = self._leads(slots, counts)
+            shared = np.where(leads, 0, counts // arrays.block_steps)
             shared[shared <= arrays.copied_blocks] = 0
-            return Prefixes(slots, known, counts, shared, _rows(self._engine, steps, slots, counts, shared))
+            copies = _Copies(self._engine, steps, leads)
+            rows = copies.rows(slots, counts, shared)
+            return Prefixes(slots, known, counts, shared, rows, copies.payload(), leads, copies.records)
 
         return ticket.during(locate)
+
+    def _leads(self, slots: Array, counts: Array) -> Array:
+        """Trajectories that get copies of ragged values, as not all of these are the leader's, bool [n]."""
+        arrays, leads = self._engine.index.arrays, slots >= 0
+        if not self._engine.schema.steps.ragged:
+            return np.zeros(len(slots), dtype=bool)
+        parents = slots[leads]
+        followed = leaders_of(arrays, parents)[1] != arrays.generation[parents]
+        followed |= leaders_of(arrays, parents)[0] != parents
+        leads[leads] = followed & (counts[leads] > prefixes_of(arrays, parents)[1])
+        return leads
 
     def _begin(self, count: int, ticket: Ticket) -> tuple[Array, Array, Array]:
         """Begin a read ticket; return slots, generations and steps of what trajectories begin with, int64 [count]."""
@@ -112,44 +127,88 @@ def _integers(name: str, value: Any, count: int) -> Array:
     return np.broadcast_to(values, (count,)).astype(np.int64)
 
 
-def _rows(engine: Engine, steps: Steps, slots: Array, counts: Array, shared: Array) -> Steps:
-    """The steps to write into new blocks, under a read ticket.
+class _Copies:
+    """Makes the steps to write into new blocks, under a read ticket.
 
-    A first block that is copied is a trajectory by itself.
+    Args:
+        engine: of the table. steps: that are given. leads: bool [n], trajectories that get ragged values copied.
+
+    Attributes:
+        records: as of `Prefixes`.
     """
-    arrays, schema, region = engine.index.arrays, engine.schema.added, engine.region
-    size = arrays.block_steps
-    addresses: list[list[int]] = []
-    lengths: list[int] = []
-    holds: list[object] = [steps.hold]
 
-    def copied(ids: Array, first: int, end: int, given: list[int], more: int) -> None:
-        """Rows `first` to `end` - 1 of blocks, then the first `more` of what is given."""
-        places = []
-        for (name, column), address in zip(schema.items(), given, strict=True):
+    def __init__(self, engine: Engine, steps: Steps, leads: Array) -> None:
+        self._engine, self._steps, self._leads = engine, steps, leads
+        self._schema = engine.schema.added
+        self._addresses: list[list[int]] = []
+        self._lengths: list[int] = []
+        self._holds: list[object] = [steps.hold]
+        self._more: list[tuple[int, Payload]] = []
+        self.records: list[tuple[int, int, int]] = []
+
+    def rows(self, slots: Array, counts: Array, shared: Array) -> Steps:
+        """The rows; a first block that is copied is a trajectory by itself."""
+        arrays = self._engine.index.arrays
+        size = arrays.block_steps
+        for i, given in enumerate(self._steps.addresses.tolist()):
+            more, begin, end = int(self._steps.lengths[i]), int(shared[i]) * size, int(counts[i])
+            ids = arrays.row(int(slots[i])) if end else np.empty(0, dtype=np.int32)
+            if begin and arrays.copied_blocks:
+                self._copy(i, ids, (0, size), given, 0)
+            if begin < end:
+                self._copy(i, ids, (begin, end), given, more)
+            else:
+                self._addresses.append(given)
+                self._lengths.append(more)
+        lengths = np.array(self._lengths, dtype=np.int64)
+        return Steps(np.array(self._addresses, dtype=np.int64), lengths, self._holds)
+
+    def payload(self) -> Payload | None:
+        """The values to store."""
+        return joined_payloads(self._steps.payload, self._more)
+
+    def _copy(self, i: int, ids: Array, span: tuple[int, int], given: list[int], more: int) -> None:
+        """Rows of blocks, from the first of `span` to before the second, then the first `more` of what is given."""
+        (first, end), size, places = span, self._engine.index.arrays.block_steps, []
+        begin = first // size * size
+        for (name, column), address in zip(self._schema.items(), given, strict=True):
             if column.trajectory:
-                places.append(address)
+                places.append(self._own(i, name, address) if column.group and self._leads[i] else address)
                 continue
             blocks = ids[first // size : -(-end // size)]
-            begin = first // size * size
-            rows = region.column(name)[blocks].reshape(-1, column.step_bytes)[first - begin : end - begin]
+            rows = self._engine.region.column(name)[blocks].reshape(-1, column.step_bytes)[
+                first - begin : end - begin
+            ]
             joined = np.empty((len(rows) + more, column.step_bytes), dtype=np.uint8)
             joined[: len(rows)] = rows
+            behind = joined.ctypes.data + rows.nbytes
             if more:
-                ctypes.memmove(joined.ctypes.data + rows.nbytes, address, more * column.step_bytes)
-            holds.append(joined)
+                ctypes.memmove(behind, address, more * column.step_bytes)
+            if column.ragged is not None:
+                if self._leads[i]:
+                    own = self._values(i, name, joined[: len(rows)])
+                    self.records.append((joined.ctypes.data, own.ctypes.data, own.nbytes))
+                self.records.append((behind, address, more * column.step_bytes))
+            self._holds.append(joined)
             places.append(joined.ctypes.data)
-        addresses.append(places)
-        lengths.append(end - first + more)
+        self._addresses.append(places)
+        self._lengths.append(end - first + more)
 
-    for i, given in enumerate(steps.addresses.tolist()):
-        more, begin, end = int(steps.lengths[i]), int(shared[i]) * size, int(counts[i])
-        ids = arrays.row(int(slots[i])) if end else np.empty(0, dtype=np.int32)
-        if begin and arrays.copied_blocks:
-            copied(ids, 0, size, given, 0)
-        if begin < end:
-            copied(ids, begin, end, given, more)
-        else:
-            addresses.append(given)
-            lengths.append(more)
-    return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
+    def _own(self, i: int, name: str, address: int) -> int:
+        """Where the record of a copy of a value per group will be."""
+        record = np.frombuffer(ctypes.string_at(address, 16), dtype=np.uint8)
+        return int(self._values(i, name, record).ctypes.data)
+
+    def _values(self, i: int, name: str, rows: Array) -> Array:
+        """Copy values, by their records; return the records of the copies, zeros yet."""
+        values, reader = self._engine.schema.ragged[name], self._engine.payload
+        records = np.ascontiguousarray(rows).reshape(-1).view(np.int64).reshape(-1, 2)
+        offsets: Array = np.empty(len(records) + 1, dtype=np.int64)
+        total = reader.measure(records, values.row_bytes, offsets)
+        data: Array = np.empty(total * values.row_bytes, dtype=np.uint8)
+        reader.check(reader.copy(values, records, 0, total, data))
+        counts, own = np.diff(offsets), np.zeros_like(records)
+        run: Array = np.array([[i, 0, len(records)]], dtype=np.int64)
+        places = data.ctypes.data + offsets[:-1] * values.row_bytes
+        self._more.append((i, Payload(run, counts * values.row_bytes, counts, places, [own], data)))
+        return own

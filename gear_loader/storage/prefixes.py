@@ -3,6 +3,10 @@
 Whole blocks of these steps belong to all of them and are freed with the last one. The block in which the steps end is
 copied; so is the first one of a table with columns per trajectory, whose values lie there. A trajectory whose own first
 steps are those of another takes its blocks from that one, so both have the same prefix.
+
+Ragged values that are shared lie in the memory of one trajectory, the leader, which stays until nobody has it. Of a
+table with ragged steps the shared ones are all the leader's: who begins with more than the common steps of one that has
+a leader gets copies of all, and is a leader itself.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gear_loader.storage.incoming import Steps
+from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.states import FREE
 from gear_loader.utils.arrays import Array
 
@@ -26,7 +31,10 @@ class Prefixes(NamedTuple):
         slots, generations: int64 [n], trajectories in the table; -1 for none.
         steps: int64 [n], their first steps that are used.
         shared: int64 [n]; blocks number `IndexArrays.copied_blocks` to `shared` - 1 are those of the other trajectory.
-        rows: the steps to write into the new blocks: what is copied, then those that are given.
+        rows: the steps to write into the new blocks: what is copied, then those that are given. payload: the ragged
+            values to store, with copies.
+        leads: bool [n], trajectories that share no values.
+        records: where records are copied to, and from, and bytes of them, when they are complete.
     """
 
     slots: Array
@@ -34,6 +42,9 @@ class Prefixes(NamedTuple):
     steps: Array
     shared: Array
     rows: Steps
+    payload: Payload | None
+    leads: Array
+    records: list[tuple[int, int, int]]
 
 
 def prefixes_of(arrays: IndexArrays, slots: Array) -> tuple[Array, Array]:
@@ -75,7 +86,10 @@ def set_prefixes(arrays: IndexArrays, slots: Array, prefixes: Prefixes) -> None:
     slots, parents, steps = slots[chosen], prefixes.slots[chosen], prefixes.steps[chosen]
     roots, common = prefixes_of(arrays, parents)
     roots = np.where((roots >= 0) & (steps <= common), roots, arrays.sequence[parents])
-    leaders = leaders_of(arrays, parents)
+    own = slots, arrays.generation[slots]
+    leaders = [
+        np.where(prefixes.leads[chosen], *each) for each in zip(own, leaders_of(arrays, parents), strict=True)
+    ]
     for place, values in enumerate((roots, steps, *leaders), start=1):
         arrays.prefix[slots, place] = values
     arrays.prefix[slots, 0] = arrays.generation[slots]  # last: until then there is none

@@ -34,6 +34,24 @@ class Payload(NamedTuple):
     hold: object
 
 
+def joined_payloads(first: Payload | None, more: Sequence[tuple[int, Payload]]) -> Payload | None:
+    """Ragged values of trajectories, with one more run for some of them, by their number."""
+    if not more or first is None:
+        return first if not more else joined_payloads(more[0][1], more[1:])
+    parts = [first, *(each for _, each in more)]
+    begins = np.cumsum([0, *(len(each.sizes) for each in parts)])
+    runs = np.concatenate(
+        [each.runs + np.array([0, at, at]) for each, at in zip(parts, begins[:-1], strict=True)]
+    )
+    order = np.argsort(runs[:, 0], kind="stable")
+    records = [part for each in parts for part in each.records]
+    sizes, rows, addresses = (
+        np.concatenate(each) for each in zip(*(each[1:4] for each in parts), strict=True)
+    )
+    held = [each.hold for each in parts]
+    return Payload(runs[order], sizes, rows, addresses, [records[i] for i in order.tolist()], held)
+
+
 Common = Callable[[int], Sequence[Mapping[str, Array]]]
 """Returns for so many trajectories the records of values that they have in common with others: column -> int64 [2]."""
 

@@ -265,6 +265,12 @@ class Column:
         return data.view(dtype).reshape(shape)
 
 
+_MOST_CHOSEN = 1 << 10
+"""Most steps of a window with `every` or `at`."""
+_TOLERANCE = 1e-4
+"""Seconds that a step may differ from the time that was asked for, as LeRobot's ``tolerance_s``."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """The steps of a trajectory in a batch, relative to an anchor step.
@@ -272,8 +278,12 @@ class Window:
     The window covers the steps ``anchor + offset`` to ``anchor + offset + length - 1``. Steps outside the
     trajectory are padding: zeros in the column (unless `pad` is ``"edge"``), False in the mask.
 
+    With `every` or `at` it has some of these alone, and what lies between is neither copied nor decoded (of a video,
+    frames between are decoded as far as those that follow refer to them). Their tensors in a batch are
+    ``[B, L, *shape]`` too, with the steps of a row apart in memory: use ``reshape`` on them, not ``view``.
+
     Args:
-        length: number of steps, at least 1.
+        length: number of steps, at least 1; left out with `at`.
         offset: first step relative to the anchor; may be negative.
         pad: position of the padding. ``"keep"`` leaves it in place, ``"head"`` collects it at the head (the existing
             steps end at the last position), ``"tail"`` at the tail (they start at the first). ``"edge"`` leaves it in
@@ -285,6 +295,11 @@ class Window:
         dtype: dtype in the batch, by default the column's: values are converted as by ``Tensor.to``.
         scale: factor of the values: ``(column * scale).to(dtype)``, as PyTorch computes it: the product of integers is
             float32. Images: ``Window(1, dtype=torch.bfloat16, scale=1 / 255)``.
+        every: distance of the steps: ``Window(4, offset=-6, every=2)`` has the steps -6, -4, -2 and 0 from the anchor.
+        at: the steps, in any order, at most 1,024: ``Window(at=[-8, -2, 0])``, relative to the anchor and `offset`.
+            With `fps` in seconds, as LeRobot's ``delta_timestamps``: ``Window(at=[-0.2, 0.0], fps=10)`` has the steps
+            -2 and 0.
+        fps: steps a second of `at`, whose numbers have to be multiples of ``1 / fps``, up to 0.1 ms.
 
     Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
     anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .`` and ``pad="edge"`` into
@@ -292,24 +307,40 @@ class Window:
 
     Raises:
         SchemaError: a length below 1, a length or offset that is not an integer, another pad, or `squeeze` with a
-            length above 1; a dtype that columns do not have, or a scale that is no finite number.
+            length above 1; a dtype that columns do not have, or a scale that is no finite number; `every` below 1, or
+            with `at`; seconds without `fps`, or between its steps; `every` or `at` with `pad` ``"head"`` or ``"tail"``.
     """
 
-    length: int
+    length: int = 0
     offset: int = 0
     pad: Literal["keep", "head", "tail", "edge"] = "keep"
     column: str | None = None
     squeeze: bool = False
     dtype: torch.dtype | None = None
     scale: float | None = None
+    every: int = dataclasses.field(default=1, kw_only=True)
+    at: Sequence[float] | None = dataclasses.field(default=None, kw_only=True)
+    fps: float | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.at is not None or self.fps is not None:
+            self._take_steps()
+        object.__setattr__(self, "every", at_least("Window every", self.every))
         object.__setattr__(self, "length", at_least("Window length", self.length))
         object.__setattr__(self, "offset", integer("Window offset", self.offset))
         one_of("Window pad", self.pad, ("keep", "head", "tail", "edge"))
         flag("Window squeeze", self.squeeze)
         if self.length >= 2**31 or abs(self.offset) >= 2**31:
             raise SchemaError(f"{self} is out of range; length and offset must be below 2**31 steps.")
+        if (self.every > 1 or self.at is not None) and (
+            self.length > _MOST_CHOSEN
+            or max(map(abs, self.reach)) >= 2**31
+            or self.pad not in ("keep", "edge")
+        ):
+            raise SchemaError(
+                f"{self} has every or at; expected at most {_MOST_CHOSEN:,} steps, below 2**31 from the anchor, and "
+                "pad 'keep' or 'edge'."
+            )
         if self.column is not None and not isinstance(self.column, str):
             raise SchemaError(
                 f"Window column is {shown(self.column)}; expected the name of a column, or None."
@@ -323,6 +354,55 @@ class Window:
         if self.scale is not None and not finite(self.scale):
             raise SchemaError(f"Window scale is {shown(self.scale)}; expected a finite number, or None.")
 
+    def _take_steps(self) -> None:
+        """Let `at` be steps, and `length` their number."""
+        given, fps = self.at, self.fps
+        if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, np.ndarray)) or not len(given):
+            raise SchemaError(f"Window at is {shown(given)}; expected a sequence of steps, such as [-2, 0].")
+        if fps is not None and not (finite(fps) and fps > 0):
+            raise SchemaError(f"Window fps is {shown(fps)}; expected a number above 0: steps a second.")
+        steps: list[int] = []
+        for each in given:
+            if fps is None and isinstance(each, (float, np.floating)):
+                raise SchemaError(
+                    f"Window at has {shown(each)}; expected steps, as integers, or seconds with fps=: steps a second."
+                )
+            step = (
+                integer("Window at", each) if fps is None else round(float(each) * fps) if finite(each) else 0
+            )
+            if fps is not None and not (finite(each) and abs(step / fps - each) <= _TOLERANCE):
+                raise SchemaError(
+                    f"Window at has {shown(each)}, with fps={fps!r}; expected seconds that are multiples of "
+                    f"1 / fps = {1 / fps:.6g}, up to {_TOLERANCE}."
+                )
+            steps.append(step)
+        if self.every != 1 or self.length not in (0, len(steps)):
+            raise SchemaError(
+                f"Window at has {len(steps)} steps, with length={shown(self.length)} and every={shown(self.every)}; "
+                "expected `at` without them."
+            )
+        for name, value in (("at", tuple(steps)), ("fps", None), ("length", len(steps))):
+            object.__setattr__(self, name, value)
+
+    @property
+    def chosen(self) -> tuple[int, ...] | None:
+        """The steps relative to the anchor, of which `every` or `at` leaves some out, or has others in their order.
+
+        None of consecutive ones: their window is the one of this length at `reach`.
+        """
+        if self.at is None:
+            steps = range(self.offset, self.offset + self.length * self.every, self.every)
+            return tuple(steps) if self.length > 1 and self.every > 1 else None
+        at = tuple(self.offset + int(step) for step in self.at)
+        return None if at == tuple(range(at[0], at[0] + len(at))) else at
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """First and last step relative to the anchor."""
+        if self.at is None:
+            return self.offset, self.offset + (self.length - 1) * self.every
+        return self.offset + int(min(self.at)), self.offset + int(max(self.at))
+
     @property
     def span(self) -> tuple[int, int, str]:
         """Length, offset and padding: windows with the same span have the same mask."""
@@ -335,6 +415,8 @@ class Window:
             "squeeze": self.squeeze or None,
             "dtype": self.dtype,
             "scale": self.scale,
+            "every": None if self.every == 1 else self.every,
+            "at": self.at,
         }
         fields += [f"{name}={value!r}" for name, value in given.items() if value is not None]
         return f"Window({', '.join(fields)})"

@@ -17,6 +17,7 @@ from gear_loader.errors import (
     SchemaError,
     StaleIndexError,
 )
+from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sink import BlockSink, GrowingSink
 from gear_loader.storage.coders import check_packages
 from gear_loader.storage.counters import (
@@ -26,6 +27,7 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.disk import Disk, Tier
 from gear_loader.storage.edits import set_columns
 from gear_loader.storage.engine import Engine
+from gear_loader.storage.group_input import GroupColumn
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -48,6 +50,7 @@ from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
+from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_layout import table_layout
 from gear_loader.storage.table_rules import Limits, OnFull, Rules, check_on_full, check_seconds
@@ -56,7 +59,7 @@ from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array, numbers, shown
 from gear_loader.utils.checks import at_least, flag, one_of
 from gear_loader.utils.device_option import check_device, device_of
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import is_address, path_or_address
 from gear_loader.utils.provided import provided
 
 if TYPE_CHECKING:
@@ -94,6 +97,17 @@ class Table:
     def on_full(self) -> OnFull:
         """Policy of additions through this handle to a full table."""
         return self._engine.on_full
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Statistics of the columns, of what the last ``load_dataset(..., statistics=True)`` of this process has added,
+        or of the checkpoint that the table was loaded from; None if there are none."""
+        return self._engine.statistics
+
+    @property
+    def loading(self) -> Loading | None:
+        """What fills the table in the background, of the last ``load_dataset(..., wait=False)`` of this process."""
+        return self._engine.loading
 
     # ---------------------------------------------------------------- create, attach, close
 
@@ -310,20 +324,62 @@ class Table:
 
         Args:
             path: directory with a checkpoint, an empty one, or one to create. It may be a symbolic link; links inside
-                the checkpoint are not followed, and only files of earlier saves are removed.
+                the checkpoint are not followed, and only files of earlier saves are removed. Or an address of fsspec,
+                such as ``"s3://bucket/run"``: uploaded in parts, under names that no other save has, the manifest last.
+                Failed requests are repeated for a minute. There is no lock: one save at a time.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
-            CheckpointError: `path` is not local (``s3://...``); the disk is full or fails; the directory holds other
-                files or a checkpoint of another schema or version; one of its own directories or files is a symbolic
-                link; or another save into it is running. The previous checkpoint is unchanged.
+            CheckpointError: the disk or the store is full, fails or refuses; another save has written to the address;
+                the directory holds other files or a checkpoint of another schema or version; one of its own
+                directories or files is a symbolic link; or another save into it is running. The previous checkpoint
+                is unchanged.
         """
-        path = local_path(path)
+        path = path_or_address(path)
         disk = self._engine.disk
-        if disk is not None and disk.writes_to(path):
+        if disk is not None and not is_address(path) and disk.writes_to(path):
             disk.flush()
             return
         provided("save")(self, path, progress=progress)
+
+    def export(
+        self,
+        address: str | os.PathLike[str],
+        *,
+        columns: Sequence[str] | Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Write the trajectories as a data set of another format, oldest first, while other processes write::
+
+            table.export("episodes.parquet")
+            table.export("hf:my_dataset", columns=["obs", "action", "reward"])
+
+        ============================ ==================================================================================
+        ``parquet:PATH``             a file ``*.parquet``, or a folder of them: `gear_loader.exports.parquet`
+        ``hf:FOLDER``                the same, for ``datasets.load_dataset(folder)``
+        ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz_writer`
+        ``minari:ID``                a data set of Minari: `gear_loader.integrations.minari_export.to_minari`
+        ============================ ==================================================================================
+
+        and what `gear_loader.exports.register` has made known. What is committed when the call begins is written; of
+        it, what is evicted or removed before it is read is left out. `gear_loader.load_dataset` reads all of them.
+
+        Args:
+            address: as above; a file of a known suffix needs no prefix. There must be nothing at this place; the data
+                set is there when it is complete.
+            columns: names, or ``{name there: name in the table}``; None takes all.
+            options: of the format.
+
+        Returns:
+            The path, or for ``minari:`` the `minari.MinariDataset`.
+
+        Raises:
+            SchemaError: an unknown format or option, a place that is taken, a column that the format cannot hold, or a
+                write-once column that a trajectory has no values of. Nothing was written.
+            ImportError: a package that the format needs is not installed.
+        """
+        self._engine.check_open()
+        return provided("export")(self, address, columns=columns, **options)
 
     @classmethod
     def load(
@@ -350,7 +406,7 @@ class Table:
         is verified.
 
         Args:
-            path: directory written by `save`.
+            path: directory or address written by `save`.
             schema: if given, the columns that the checkpoint must have.
             name: name of the table, as for `create`; None for a private table.
             max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the saved table,
@@ -381,7 +437,7 @@ class Table:
             progress=progress,
             device=device,
         )
-        table: Table = provided("load")(cls, local_path(path), options)
+        table: Table = provided("load")(cls, path_or_address(path), options)
         return table
 
     @classmethod
@@ -548,7 +604,7 @@ class Table:
         *,
         priority: float | None = None,
         final: Mapping[str, Any] | None = None,
-        prefix: int | None = None,
+        prefix: int | str | None = None,
         prefix_steps: int | None = None,
         prefix_generation: int | None = None,
     ) -> int:
@@ -567,7 +623,9 @@ class Table:
                 Whole blocks of these steps are stored once, for as long as one of the trajectories is there; with
                 columns per trajectory all but the first. Columns per group are left out: it has those of that
                 trajectory. Needs ``Memory(prefixes=True)``. It is not evicted to make
-                room for this call.
+                room for this call. The name of a column per trajectory, of a fixed size, such as the id of a prompt: it
+                has the columns per group of a trajectory in the table with the same value there, and those that it is
+                given with are left out; without such a trajectory it begins a group.
             prefix_steps: how many steps; by default all of that trajectory, without its final step.
             prefix_generation: generation of the index, as batches have it; detects one that was reused.
 
@@ -586,6 +644,9 @@ class Table:
         engine = self._engine
         index = engine.index
         first = checked_priority(priority)
+        if isinstance(prefix, str):
+            more = prefix_steps, prefix_generation, final
+            return int(self._extend_groups([trajectory], None, priority, prefix, more)[0])
         schema = engine.schema.added
         begins = self._begins(prefix, prefix_steps, prefix_generation)
         if (schema.ragged or begins is not None) and final is None:
@@ -724,7 +785,7 @@ class Table:
         *,
         lengths: Sequence[int] | Array | torch.Tensor | None = None,
         priority: float | Sequence[float] | Array | torch.Tensor | None = None,
-        prefix: int | Sequence[int] | Array | torch.Tensor | None = None,
+        prefix: int | str | Sequence[int] | Array | torch.Tensor | None = None,
         prefix_steps: int | Sequence[int] | Array | torch.Tensor | None = None,
         prefix_generation: int | Sequence[int] | Array | torch.Tensor | None = None,
     ) -> Array:
@@ -739,7 +800,8 @@ class Table:
             lengths: int [n], with stacked arrays.
             priority: as for `add`; one number, or [n].
             prefix, prefix_steps, prefix_generation: as for `add`; one number for all, or [n], where a prefix of -1 is
-                none.
+                none. With the name of a column those that begin a group are stored before the others of it, and stay if
+                these do not fit.
 
         Returns:
             Indices of the trajectories, int64 [n].
@@ -748,6 +810,8 @@ class Table:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
         begin = prefix, prefix_steps, prefix_generation
+        if isinstance(prefix, str):
+            return self._extend_groups(trajectories, lengths, priority, prefix, begin[1:])
         return self._extend(trajectories, lengths, priority, prefix=begin)
 
     def extend_as(
@@ -775,6 +839,25 @@ class Table:
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
         return self._extend(trajectories, lengths, priority, ids=(ids,))
+
+    def _extend_groups(self, trajectories: Any, lengths: Any, priority: Any, name: str, more: Any) -> Array:
+        """`extend` with the name of a column as `prefix`; `more`: what it cannot be combined with."""
+        if lengths is not None or any(each is not None for each in more):
+            raise SchemaError(
+                f"prefix is {name!r}, with lengths, prefix_steps, prefix_generation or final; expected a list of "
+                "trajectories, and none of these."
+            )
+
+        def store(rows: Any, priorities: Any, parents: Array | None, generations: Any) -> Array:
+            begin = () if parents is None else (parents, 0, generations)
+            return self._extend(rows, None, priorities, prefix=begin)
+
+        engine = self._engine
+        engine.check_open()
+        if name not in engine.group_columns:
+            engine.group_columns[name] = GroupColumn(engine, name)
+        column: GroupColumn = engine.group_columns[name]
+        return column.store(trajectories, priority, store)
 
     def _extend(
         self, trajectories: Any, lengths: Any, priority: Any, *, ids: Any = (), prefix: Any = ()
@@ -1030,7 +1113,7 @@ class Table:
         """
         self._engine.check_open()
         options = {"windows": windows, "seed": seed, "device": device}
-        batch: dict[str, Any] = provided("sample")(self, batch_size, options)
+        batch: dict[str, Any] = provided("sample")(self, batch_size, options, self._engine.sampled)
         return batch
 
     def final(self, index: int) -> dict[str, torch.Tensor] | None:

@@ -96,7 +96,7 @@ def table_layout(
 def _check_prefixes(schema: Schema, other: str | None) -> None:
     """Raise SchemaError if trajectories cannot share blocks of steps; `other`: an option that does not go with it."""
     steps = schema.steps
-    for columns, what in ((steps.ragged, "ragged"), (steps.late, "late"), (steps.mutable, "mutable")):
+    for columns, what in ((steps.late, "late"), (steps.mutable, "mutable")):
         if columns:
             raise SchemaError(
                 f"Memory prefixes is True, and the columns {list(columns)} are {what} with a value for each step; "

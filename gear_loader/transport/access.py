@@ -12,7 +12,7 @@ Allow = Literal["all", "read", "write"]
 
 WRITES = frozenset({Kind.ADVANCE, Kind.FILL, Kind.PART, Kind.SET, Kind.STORE, Kind.UPDATE})
 """Requests that change a table."""
-_READS = frozenset({Kind.OPEN, Kind.FETCH})
+_READS = frozenset({Kind.OPEN, Kind.FETCH, Kind.LEARN})
 _REFUSED: dict[str, frozenset[Kind]] = {"all": frozenset(), "read": WRITES, "write": _READS}
 
 

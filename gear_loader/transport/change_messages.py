@@ -13,10 +13,12 @@ import numpy as np
 from gear_loader.errors import TransportError
 from gear_loader.storage.edit_values import Edits
 from gear_loader.storage.late_values import LateValues
+from gear_loader.storage.ragged_input import StepValues
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.channel import Bytes
 from gear_loader.transport.message_schema import laid_out, read_schema, shown
+from gear_loader.transport.ragged_rows import copied_values, taken
 from gear_loader.transport.wire import Limits, ProtocolError
 from gear_loader.transport.wire_messages import WireMessage
 from gear_loader.utils.arrays import Array
@@ -172,6 +174,7 @@ class Fill(_ColumnChange):
         slots, generations, lengths: int64 [n]; the steps of each trajectory, 1 if no column has steps.
         identity: of the request, the same each time that it is sent.
         strict: whether a row of a removed trajectory is an error. again: whether it may have been executed before.
+        payload: bytes of ragged values, behind the columns in the bulk part.
     """
 
     message, answer = messages.FILL, messages.FILLED
@@ -182,6 +185,7 @@ class Fill(_ColumnChange):
     identity: int
     strict: bool
     again: bool = False
+    payload: int = 0
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -191,20 +195,35 @@ class Fill(_ColumnChange):
     @functools.cached_property
     def _laid_out(self) -> tuple[list[tuple[int, int]], int]:
         steps = int(self.lengths.sum())
-        return laid_out(self.schema.column_bytes(name, steps, len(self.slots)) for name in self.names)
+        sizes = [self.schema.column_bytes(name, steps, len(self.slots)) for name in self.names]
+        places, size = laid_out(sizes)
+        return places, size + self.payload
 
     def bulk(self, values: Sequence[LateValues]) -> Array:
         """The bulk part, uint8."""
         data = np.zeros(self.bulk_bytes, dtype=np.uint8)
+        end = self.bulk_bytes - self.payload
         for (at, size), each in zip(self.columns, values, strict=True):
-            data[at : at + size] = each.data.reshape(-1)
+            if each.ragged is None:
+                data[at : at + size] = each.data.reshape(-1)
+                continue
+            sizes, rows, addresses = each.ragged.parts[:, 0]
+            data[at : at + size].view("<i8")[1::2] = rows
+            begin, end = end, end + int(sizes.sum())
+            data[begin:end] = copied_values(addresses, sizes)
         return data
 
     def values(self, data: Array) -> dict[str, Any]:
-        """The values of each column, as `fill_columns` takes them, of the bulk part."""
-        found: dict[str, Any] = {}
+        """The values of each column, as `fill_columns` takes them, of the bulk part.
+
+        Raises:
+            TransportError, SchemaError: ragged values, as of `ragged_rows.taken`.
+        """
+        found: dict[str, Any] = self._ragged(data)
         ends = np.cumsum(self.lengths).tolist()
         for name, (at, size) in zip(self.names, self.columns, strict=True):
+            if name in found:
+                continue
             column = self.schema[name]
             values = column.values_of(data[at : at + size].reshape(-1, column.step_bytes))
             begins = [0, *ends[:-1]]
@@ -212,6 +231,20 @@ class Fill(_ColumnChange):
                 values if column.trajectory else [values[a:b] for a, b in zip(begins, ends, strict=True)]
             )
         return found
+
+    def _ragged(self, data: Array) -> dict[str, LateValues]:
+        columns = {name: self.schema[name] for name in self.names if name in self.schema.ragged}
+        ones, made = np.ones(len(self.slots), dtype=np.int64), {}
+        counts = [ones if column.trajectory else self.lengths for column in columns.values()]
+        places = dict(zip(self.names, self.columns, strict=True))
+        records = [data[places[name][0] :][: places[name][1]] for name in columns]
+        size = self.bulk_bytes
+        found = taken(columns, records, counts, data[size - self.payload : size])
+        for (name, column), count, parts in zip(columns.items(), counts, found, strict=True):
+            empty: Array = np.zeros((1, parts.shape[1], 2), dtype=np.int64)
+            values = StepValues(parts[:, None], empty, False, data)
+            made[name] = LateValues(name, column, empty[0].view(np.uint8), count, values)
+        return made
 
     def what(self) -> str:
         return f"{self.rows:,} rows ({self.bulk_bytes:,} bytes) to be filled in table {self.table!r}"
@@ -227,6 +260,8 @@ class Fill(_ColumnChange):
         schema, names = _read_described("FILL", found.described, "late")
         rows_of = found.slots, found.generations, lengths
         fill = cls(found.table, schema, names, *rows_of, found.identity, found.strict, found.again)
+        if not schema.ragged.keys().isdisjoint(names):
+            fill = dataclasses.replace(fill, payload=max(0, bulk - fill.bulk_bytes))
         if fill.bulk_bytes != bulk:
             raise ProtocolError(
                 f"The bulk part of a message FILL has {bulk:,} bytes; expected {fill.bulk_bytes:,} for {n:,} "

@@ -156,6 +156,13 @@ class Channel(abc.ABC):
         """
         return lambda: [as_bytes(part) for part in parts]
 
+    def detached(self) -> tuple[socket.socket, bytes] | None:
+        """The socket, which a thread uses alone from now on, and what was received ahead; None if no thread can.
+
+        The caller closes it; the channel is closed, too.
+        """
+        return None
+
     async def linger(  # noqa: B027 - for carriers whose `close` can lose the last messages
         self, seconds: float, most: float = float("inf")
     ) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, TransportError
+from gear_loader.errors import HandshakeError, SchemaError, TransportError
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.change_messages import Metadata, Part, Question
 from gear_loader.transport.channel import Address, Bytes
-from gear_loader.transport.direct_link import DirectLink
+from gear_loader.transport.direct_link import DirectLink, connected
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.loop_link import LoopLink
@@ -36,7 +37,7 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
 
 if TYPE_CHECKING:
-    from gear_loader.transport.spec import PackedSpec, WindowSpec
+    from gear_loader.transport.spec import AnySpec
 
 _T = TypeVar("_T")
 _LONGEST_WAIT = 1 << 31  # milliseconds
@@ -109,18 +110,35 @@ class Peer:
         """Seconds from a request to its deadline."""
         return self._timeout
 
+    def dial(self, deadline: float) -> socket.socket:
+        """A connection of its own over the carrier "socket", after the handshake, for who speaks the protocol itself.
+
+        Args:
+            deadline: by `time.monotonic`.
+
+        Raises:
+            TransportError: another carrier, or as for requests. OSError: it cannot be connected.
+        """
+        with self._guard:
+            self._check()
+        address = Address.parse(self._address if isinstance(self._address, str) else self._address())
+        if address.carrier != "socket":
+            raise HandshakeError(
+                f"{self.name} was asked for batches over {address.carrier!r}; expected 'socket': connect "
+                "by gear://<host>:<port>/<table>."
+            )
+        return connected(address, self._secret, deadline, peer=self.name, tls=self._tls)[0]
+
     # ---------------------------------------------------------------- requests
 
-    def fetch(
-        self, spec: WindowSpec | PackedSpec, *given: Array, out: Array, here: bool = False
-    ) -> Answer[Array]:
+    def fetch(self, spec: AnySpec, *given: Array, out: Array, here: bool = False) -> Answer[Array]:
         """Fetch windows of rows, or spans of steps, one after another.
 
         Args:
             spec: table and windows, or columns. Pass the same object for repeated fetches: each new one is sent to the
                 server.
-            given: int64 [n] each: slots, anchors, generations; of spans slots, first steps, generations, numbers of
-                steps.
+            given: int64 [n] each, as the `NAMES` of the spec's class say: slots, anchors, generations; of spans slots,
+                first steps, generations, numbers of steps.
             out: buffer of the reply, uint8 [reply_bytes or more], contiguous; may be pinned memory. Do not use it
                 before the future has its result. After an error the carrier may still write into it, so it must not be
                 reused; the peer keeps a reference until the connection is closed.
@@ -209,7 +227,11 @@ class Peer:
         deadline = self._timeout if seconds is None else seconds
         wait = deadline - min(1.0, deadline / 4) if wait is None else wait
         milliseconds = min(int(wait * 1e3), _LONGEST_WAIT)
-        request = Store(table, schema, lengths, ids, priorities, finals, again, ahead, before, milliseconds)
+        payload = (
+            0 if isinstance(rows, Stacked) or not schema.ragged else sum(each.value_bytes for each in rows)
+        )
+        said = again, ahead, before, milliseconds, payload
+        request = Store(table, schema, lengths, ids, priorities, finals, *said)
         parts = bulk_parts(request, rows)
 
         def finish(small: memoryview) -> Array:

@@ -21,11 +21,12 @@ from gear_loader.transport.access import refusal
 from gear_loader.transport.change_messages import MOST_PART, Part
 from gear_loader.transport.channel import Channel
 from gear_loader.transport.handlers import HANDLERS, Handler, Reply, store_one
+from gear_loader.transport.learner_calls import LearnerCalls
 from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.queries import Query, open_query
 from gear_loader.transport.resources import OpenParts, Resources, Threads, aligned
 from gear_loader.transport.socket import AHEAD
-from gear_loader.transport.spec import PackedSpec, WindowSpec, read_spec
+from gear_loader.transport.spec import KINDS, read_spec
 from gear_loader.transport.store_message import OneStore, Store
 from gear_loader.transport.table_cache import AttachedTable
 from gear_loader.transport.wire import HEADER, Header, Kind, ProtocolError, check, pack_error, pack_header
@@ -82,11 +83,15 @@ class Connection:
             Kind.FETCH: self._fetch,
             Kind.PART: self._keep_part,
             Kind.METADATA: self._describe,
+            Kind.LEARN: self._learn,
         }
         bulk = dict.fromkeys((Kind.STORE, Kind.FILL, Kind.SET), limits.store_bytes) | {Kind.PART: MOST_PART}
         kinds = [messages.MESSAGES[kind] for kind in sorted((*HANDLERS, *self._own))]
         self._allowed = {each.kind: (each.most(limits), bulk.get(each.kind, 0)) for each in kinds}
-        self._allowed[Kind.FETCH] = messages.FETCH.most() + 8 * PackedSpec.FIELDS * limits.rows, 0
+        self._allowed[Kind.FETCH] = (
+            messages.FETCH.most() + 8 * max(kind.FIELDS for kind in KINDS) * limits.rows,
+            0,
+        )
         self._allowed[Kind.BYE] = 0, 0
 
     async def run(self) -> None:
@@ -145,9 +150,8 @@ class Connection:
             return False
         if header.kind in HANDLERS:
             await self._execute(header, HANDLERS[header.kind], small)
-        else:
-            await self._own[header.kind](header, small)
-        return True
+            return True
+        return await self._own[header.kind](header, small) is not False
 
     async def _receive(self) -> tuple[Header, Array]:
         """Receive the header and the small part of the next message, and check what it may be."""
@@ -387,6 +391,22 @@ class Connection:
         what = f"metadata {asked.name[:40]!r} of"
         await asyncio.wait((self._start(header, describe, what, asked.table, changes=False),))
 
+    # ---------------------------------------------------------------- learners
+
+    async def _learn(self, header: Header, small: Array) -> bool:
+        """Serve a learner, whose connection nothing else uses from then on; whether another request may follow."""
+        calls = LearnerCalls(self._channel, self._resources)
+        try:
+            reply = await calls.open(small)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            await self._fail(header.request, error, "a learner")
+            return True
+        await self._send(header.request, reply)
+        await calls.serve()
+        return False
+
     # ---------------------------------------------------------------- rows
 
     async def _open(self, header: Header, small: Array) -> None:
@@ -443,8 +463,9 @@ class Connection:
             fields = opened.spec.FIELDS
             if len(small) == _FETCH.size + 8 * fields * n:
                 return opened, np.ndarray((fields, n), np.int64, small.data, _FETCH.size)
-        # A spec that was refused may have been of either kind.
-        widths = [opened.spec.FIELDS] if isinstance(opened, Query) else [WindowSpec.FIELDS, PackedSpec.FIELDS]
+        # A spec that was refused may have been of any kind.
+        asked = (opened.spec,) if isinstance(opened, Query) else KINDS
+        widths = [each.FIELDS for each in asked]
         if n > self._limits.rows or len(small) not in [_FETCH.size + 8 * width * n for width in widths]:
             raise ProtocolError(
                 f"A message FETCH of {len(small):,} bytes has n {n:,}; expected at most {self._limits.rows:,}, and "

@@ -136,6 +136,9 @@ class Delivery:
         return until_done(attempt, _STORED_OR_NOT, timeout=self.timeout, waits=waits)
 
     def _store_one(self, rows: Rows, priority: float, final: int, identity: int, seconds: float) -> int:
+        if self._schema.ragged:
+            values = np.array([priority], np.float32), np.array([final]), np.array([identity])
+            return int(self._store([rows], *values, again=False, seconds=seconds)[0])
         given = self._one, rows, priority, final, identity
         return self._peer.store_one(*given, seconds=seconds, wait=self._wait(seconds)).result()
 
@@ -282,8 +285,9 @@ class Delivery:
         lengths = steps[0].lengths if steps else np.ones(len(slots), dtype=np.int64)
         names = tuple(each.name for each in values)
         identity = int.from_bytes(os.urandom(8), "little")
-        request = Fill(self._table, self._schema, names, slots, generations, lengths, identity, strict)
-
+        payload = sum(each.value_bytes for each in values)
+        given = slots, generations, lengths, identity, strict
+        request = Fill(self._table, self._schema, names, *given, payload=payload)
         return self._ask(request, "the columns may be filled or not", bulk=[request.bulk(values)])
 
     def set(self, edits: Edits, *, strict: bool) -> int:
@@ -346,10 +350,10 @@ def fill_parts(
     filler: Delivery, slots: Array, generations: Array, values: list[LateValues], *, strict: bool
 ) -> int:
     """`Delivery.fill` of any number of trajectories, in requests of a limited size; the number of stale ones."""
-    sizes = sum((each.lengths * each.column.step_bytes for each in values), np.zeros(len(slots), np.int64))
+    sizes = sum((each.sizes for each in values), np.zeros(len(slots), np.int64))
 
     def fill(low: int, high: int) -> int:
-        part = [_part(each, low, high) for each in values]
+        part = [each.part(low, high) for each in values]
         return filler.fill(slots[low:high], generations[low:high], part, strict=strict)
 
     return _in_parts(filler, sizes, fill)
@@ -370,14 +374,6 @@ def _in_parts(filler: Delivery, sizes: Array, send: Callable[[int, int], int]) -
         total += send(low, high)
         low = high
     return total
-
-
-def _part(values: LateValues, low: int, high: int) -> LateValues:
-    """The values of trajectories `low` to `high`."""
-    ends = np.cumsum(values.lengths)
-    begin = int(ends[low] - values.lengths[low])
-    data = values.data[begin : int(ends[high - 1])]
-    return LateValues(values.name, values.column, data, values.lengths[low:high])
 
 
 def _longest_attempt(timeout: float) -> float:

@@ -20,6 +20,7 @@ from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.change_messages import Advance, Advanced, Fill, Overwrite, Unfilled, Update
 from gear_loader.transport.channel import Bytes
+from gear_loader.transport.ragged_rows import payload_of
 from gear_loader.transport.store_message import One, OneStore, Store
 from gear_loader.transport.stored_once import StoredOnce
 from gear_loader.transport.table_cache import AttachedTable, TableCache
@@ -73,7 +74,8 @@ def _store(tables: TableCache, request: Store, data: Array, at_once: bool) -> Re
     table = tables.open(request.table, at_once=at_once)
     table.check_schema(request.schema, added=True)
     ids, once = request.ids, table.stored_once
-    if at_once and (not len(ids) or once.may_wait(ids, again=request.again)):
+    slow = any(values.kind in ("object", "coded") for values in request.schema.ragged.values())  # to check
+    if at_once and (slow or not len(ids) or once.may_wait(ids, again=request.again)):
         raise LockTimeoutError("This may have to wait for another request.")
 
     def store() -> Array:
@@ -133,16 +135,31 @@ def _of_clients(ids: Array) -> bool:
 
 
 def _located(schema: Schema, request: Store, data: Array) -> Steps:
-    """The trajectories of a request in its bulk part, where those of a column follow each other."""
+    """The trajectories of a request in its bulk part, where those of a column follow each other.
+
+    Raises:
+        TransportError, SchemaError: ragged values, as of `payload_of`.
+    """
     lengths, start = request.lengths, data_address(data)
+    hold, payload = list[object]([data]), None
+    starts = [start + at for at, _ in request.columns]
+    if schema.ragged:
+        places = dict(zip(schema, request.columns, strict=True))
+        records = {name: data[places[name][0] :][: places[name][1]] for name in schema.ragged}
+        size = request.bulk_bytes
+        made, payload = payload_of(schema, lengths, records, data[size - request.payload : size])
+        starts = [
+            made[name].ctypes.data if name in made else at for name, at in zip(schema, starts, strict=True)
+        ]
+        hold.append(made)
     if (n := len(lengths)) == 1:
-        return Steps(np.array([[start + at for at, _ in request.columns]], dtype=np.int64), lengths, data)
+        return Steps(np.array([starts], dtype=np.int64), lengths, hold, payload)
     begins = np.cumsum(lengths) - lengths
     addresses = np.empty((n, len(schema)), dtype=np.int64)
-    for i, (column, (at, _)) in enumerate(zip(schema.values(), request.columns, strict=True)):
+    for i, (column, at) in enumerate(zip(schema.values(), starts, strict=True)):
         addresses[:, i] = (np.arange(n) if column.trajectory else begins) * column.step_bytes
-        addresses[:, i] += start + at
-    return Steps(addresses, lengths, data)
+        addresses[:, i] += at
+    return Steps(addresses, lengths, hold, payload)
 
 
 def _checked_priorities(priorities: Array) -> Array:

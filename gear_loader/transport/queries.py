@@ -12,13 +12,13 @@ from gear_loader.collection.n_step import mark_returns
 from gear_loader.collection.plans import locate_columns, window_columns
 from gear_loader.collection.sources import Place, read_packed
 from gear_loader.collection.windows import reach_of
-from gear_loader.errors import LockTimeoutError, StaleIndexError, TransportError
+from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError, TransportError
 from gear_loader.kernels.plan import MASK, OUT, WIDTH
 from gear_loader.native.packed import gather_packed
 from gear_loader.native.serving import serve
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.states import READY
-from gear_loader.transport.spec import PackedSpec, Span, WindowSpec
+from gear_loader.transport.spec import AnySpec, PackedSpec, Span, ValueSpec, WindowSpec, check_spans
 from gear_loader.transport.table_cache import AttachedTable, TableCache
 from gear_loader.utils.arrays import Array, data_address
 
@@ -243,7 +243,7 @@ class SpanQuery(Query):
 
     def reply_bytes(self, rows: Array) -> int:
         _, firsts, _, counts = rows
-        return self.spec.reply_bytes(len(firsts), self.spec.check_rows(firsts, counts))
+        return self.spec.reply_bytes(len(firsts), check_spans(firsts, counts))
 
     def read(self, attached: AttachedTable, rows: Array, out: Array, *, at_once: bool) -> None:
         slots, firsts, generations, counts = rows
@@ -341,8 +341,53 @@ class SpanQuery(Query):
         )
 
 
-def open_query(spec: WindowSpec | PackedSpec, tables: TableCache) -> Query:
+class ValueQuery(Query):
+    """Copies the values of a `ValueSpec`. Rows: slots, first rows, generations, numbers of rows, and records."""
+
+    spec: ValueSpec
+
+    def _prepare(self, attached: AttachedTable) -> None:
+        if attached.engine.has_tier:
+            raise SchemaError(
+                f"Table {self.spec.table!r} has a disk tier, Disk(size=), whose ragged values no other node reads. "
+                "Create it without."
+            )
+        self._values = attached.table.schema.ragged[self.spec.column]
+
+    def reply_bytes(self, rows: Array) -> int:
+        return self.spec.reply_bytes(rows.shape[1], check_spans(rows[1], rows[3]))
+
+    def read(self, attached: AttachedTable, rows: Array, out: Array, *, at_once: bool) -> None:
+        slots, firsts, generations, counts = rows[:4]
+        records, reader = np.ascontiguousarray(rows[4:].T), attached.engine.payload
+        whole = np.abs(records[:, 1])
+        apart = (firsts[1:] != 0).any() or (firsts + counts != whole)[:-1].any()
+        if apart or (firsts + counts > whole).any() or reader.count_invalid(self._values, records):
+            raise TransportError(
+                "A request for ragged values has a record that names none of them, or parts of values that are neither "
+                "its first nor its last; expected records that windows of the table have brought."
+            )
+        n, row_bytes = len(slots), self._values.row_bytes
+        size, status = int(counts.sum()) * row_bytes, self.spec.data_bytes(n, int(counts.sum()))
+        ends = np.cumsum(counts) * row_bytes
+        out[size:status], out[status + n :] = 0, 0  # do not send old contents of the buffer
+        with attached.reading(at_once=at_once):
+            served = attached.live(slots, generations)
+            edges = np.flatnonzero(np.diff(served, prepend=False, append=False)).tolist()
+            for begin, end in zip(edges[::2], edges[1::2], strict=True):
+                at = int(ends[begin] - counts[begin] * row_bytes)
+                given = int(firsts[begin]), int(counts[begin:end].sum())
+                if reader.copy(self._values, records[begin:end], *given, out[at : int(ends[end - 1])]):
+                    raise TransportError("A record of a request for ragged values names none of the table.")
+        for i in np.flatnonzero(~served).tolist():
+            out[ends[i] - counts[i] * row_bytes : ends[i]] = 0
+        np.logical_not(served, out=out[status : status + n].view(np.bool_))
+
+
+def open_query(spec: AnySpec, tables: TableCache) -> Query:
     """The query of a spec; may wait for the table's lock. Raises as `Query`."""
+    if isinstance(spec, ValueSpec):
+        return ValueQuery(spec, tables)
     return (SpanQuery if isinstance(spec, PackedSpec) else WindowQuery)(spec, tables)
 
 

@@ -21,10 +21,12 @@ from gear_loader.storage.incoming import (
     listed,
     rectangular,
     stacked_bytes,
+    stacked_rows,
     with_final,
 )
 from gear_loader.storage.late_values import check_late, checked_fill
 from gear_loader.storage.priority_updates import is_strict, request
+from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_rules import check_seconds
@@ -35,6 +37,7 @@ from gear_loader.transport.change_messages import Metadata
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery, fill_parts, set_parts, until_done
 from gear_loader.transport.handshake import check_secret, read_secret
+from gear_loader.transport.remote_reads import RemoteReads
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.spool_sink import SpoolSink
 from gear_loader.transport.store_message import Rows, Stacked
@@ -138,7 +141,7 @@ def _secret(secret: bytes | None, secret_file: str | os.PathLike[str] | None) ->
     return found
 
 
-class RemoteTable:
+class RemoteTable(RemoteReads):
     """A table of a server, to which trajectories are added as to a `Table`; made by `connect`.
 
     `add` and `extend` return when the trajectories can be drawn. Writers do not wait for the network: a thread sends
@@ -156,8 +159,8 @@ class RemoteTable:
     def __init__(
         self, peer: Peer, name: str, url: str, timeout: float, spool_bytes: int, max_in_flight: int | None
     ) -> None:
+        super().__init__(peer, name, timeout)
         self._peer = peer
-        self.name = name
         self.url = url
         self._timeout = timeout
         report = self.report()
@@ -204,8 +207,12 @@ class RemoteTable:
         self._check()
         _refuse_prefix(prefix, prefix_steps, prefix_generation)
         first = checked_priority(priority)
-        rows = as_mapping(trajectory) if final is None else with_final(self._added, trajectory, final)
-        checked = Rows.of(self._added, rows, "trajectory 0")
+        rows = (
+            as_mapping(trajectory, self._added.objects)
+            if final is None
+            else with_final(self._added, trajectory, final)
+        )
+        (checked,) = Rows.listed(self._added, [rows])
         return self._delivery.store_one(checked, first, int(final is not None), waits=self._waits)
 
     def extend(
@@ -236,6 +243,8 @@ class RemoteTable:
         )
         priorities = checked_priorities(priority, len(counts))
         sizes = counts * self._added.step_bytes + self._added.trajectory_bytes
+        if not isinstance(rows, Stacked):
+            sizes += np.array([each.value_bytes for each in rows], dtype=np.int64)
         stored, low = [np.empty(0, dtype=np.int64)], 0
         while low < len(counts):
             high = low + self._delivery.counts(sizes[low:])
@@ -247,6 +256,8 @@ class RemoteTable:
     def _all_checked(self, trajectories: Any, lengths: Any) -> list[Rows] | Stacked:
         """Trajectories as bytes: views of stacked ones and of those in a list, copies of those of an iterator."""
         lengths = rectangular(trajectories) if lengths is None else lengths
+        if lengths is not None and self._added.ragged:
+            return Rows.listed(self._added, stacked_rows(self._added, trajectories, lengths))
         if lengths is not None:
             return Stacked(*stacked_bytes(self._added, trajectories, lengths))
         if isinstance(as_mapping(trajectories), Mapping):
@@ -257,12 +268,10 @@ class RemoteTable:
             listed(self._added, trajectories)  # raises
             raise
         kept, found = keeps(trajectories), []
-        for i, each in enumerate(items):
-            rows = as_mapping(each)
-            if not kept and isinstance(rows, Mapping):
-                rows = copy.deepcopy(dict(rows))
-            found.append(Rows.of(self._added, rows, f"trajectory {i}"))
-        return found
+        for each in items:
+            rows = as_mapping(each, self._added.objects)
+            found.append(copy.deepcopy(dict(rows)) if not kept and isinstance(rows, Mapping) else rows)
+        return Rows.listed(self._added, found)
 
     def update_priority(
         self,
@@ -364,6 +373,12 @@ class RemoteTable:
         check_late(self.schema, list(columns) or list(self.schema.late))
         return self._filler.unfilled(columns)
 
+    def _check_writer(self, overlap_steps: int, commit_every_step: bool) -> None:
+        _check_whole(commit_every_step)
+        if overlap_steps:
+            check_fixed(self._added, "writers with overlap_steps take")
+        self._check()
+
     def writer(
         self,
         *,
@@ -380,10 +395,10 @@ class RemoteTable:
             commit_every_step: False; the steps of a trajectory on its way cannot be drawn.
 
         Raises:
-            SchemaError: invalid arguments, or `commit_every_step`. TransportError: the server's clients may only read.
+            SchemaError: invalid arguments, `commit_every_step`, or `overlap_steps` with ragged columns. TransportError:
+                the server's clients may only read.
         """
-        _check_whole(commit_every_step)
-        self._check()
+        self._check_writer(overlap_steps, commit_every_step)
         sink = SpoolSink(self._spool, self, 1, wait=wait, timeout=self._timeout)
         return Writer(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
@@ -407,8 +422,7 @@ class RemoteTable:
         Raises:
             As `writer`.
         """
-        _check_whole(commit_every_step)
-        self._check()
+        self._check_writer(overlap_steps, commit_every_step)
         sink = SpoolSink(self._spool, self, n)
         return VectorWriter(sink, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
@@ -496,6 +510,7 @@ class RemoteTable:
         self._disconnect()
 
     def _disconnect(self) -> None:
+        self._end_reading()
         _stop(self._spool, self._peer)
         self._end.detach()
 

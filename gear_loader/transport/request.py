@@ -15,7 +15,7 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future
 
 if TYPE_CHECKING:
-    from gear_loader.transport.spec import PackedSpec, WindowSpec
+    from gear_loader.transport.spec import AnySpec
 
 _T = TypeVar("_T")
 _Result = TypeVar("_Result", covariant=True)
@@ -62,7 +62,7 @@ class Request(Generic[_T]):
     seconds: float
     bulk: Sequence[Bytes | bytes] = ()
     bulk_bytes: int = 0
-    spec: WindowSpec | PackedSpec | None = None
+    spec: AnySpec | None = None
     out: Array | None = None
     small_bytes: int = 0
     rows: int = 0

@@ -16,6 +16,7 @@ import numpy as np
 from gear_loader.transport.access import Allow, check_allow
 from gear_loader.transport.capacity import capacity_report
 from gear_loader.transport.change_messages import Part
+from gear_loader.transport.learners import Learners
 from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.table_cache import TableCache
 from gear_loader.transport.table_report import table_report
@@ -234,6 +235,7 @@ class Resources:
         budget: of the memory of bulk parts that are received or used. spare_memory: for them.
         open_parts: counts the PART messages of all connections.
         gatherers: threads for what waits for nothing.
+        learners: those that draw here.
     """
 
     def __init__(
@@ -248,6 +250,7 @@ class Resources:
         self.budget = ByteBudget(limits.total_bytes)
         self.spare_memory = SpareMemory(min(_SPARE, limits.total_bytes // 4))
         self.open_parts = OpenParts(limits)
+        self.learners = Learners(limits)
         self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
         self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in names}
         self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in names}
@@ -274,4 +277,5 @@ class Resources:
         """End the threads and detach the tables."""
         for threads in (self.gatherers, *self._waiters.values(), *self._writers.values()):
             threads.close()
+        self.learners.sweep(keep=False)
         self.tables.close()

@@ -164,6 +164,7 @@ class Server:
                     )
                     await channel.close()
                 connection.release()
+            await self.resources.gatherers.run(self.resources.learners.sweep)
             gone = await self.resources.gatherers.run(self.resources.tables.sweep)  # unmapping takes time
             for name in gone:
                 self.log.info("detached table %r: it has been removed", name)

@@ -30,7 +30,7 @@ from gear_loader.transport.wire import (
 )
 
 if TYPE_CHECKING:
-    from gear_loader.transport.spec import PackedSpec, WindowSpec
+    from gear_loader.transport.spec import AnySpec
 
 _MOST_ERROR = 4 + MAX_TEXT
 _MOST_DESCRIBED = 1 << 26
@@ -55,7 +55,7 @@ class Session:
         self._peer = peer
         self._limits = limits
         self._number = 0
-        self._specs: dict[WindowSpec | PackedSpec, int] = {}  # least recently used first
+        self._specs: dict[AnySpec, int] = {}  # least recently used first
         self._memory = memoryview(bytearray(HEADER + _AHEAD))
         self._head, self._spare = self._memory[:HEADER], self._memory[HEADER:]
         self._ahead = self._spare  # memory of the bytes behind the header that is being received
@@ -100,7 +100,7 @@ class Session:
         head = pack_header(request.kind, self._number, len(request.small), request.bulk_bytes)
         return head, request.small, *request.bulk
 
-    def _opening(self, spec: WindowSpec | PackedSpec, seconds: float) -> Request[None]:
+    def _opening(self, spec: AnySpec, seconds: float) -> Request[None]:
         """OPEN of a spec. Nobody waits for its answer: if the server refuses it, it also refuses its fetches."""
         if len(self._specs) < self._limits.specs:
             number = min(set(range(len(self._specs) + 1)) - set(self._specs.values()))

@@ -146,6 +146,15 @@ class SocketChannel(Channel):
 
         return send
 
+    def detached(self) -> tuple[socket.socket, bytes] | None:
+        if not self._calls_back:  # the library has a state of its own
+            return None
+        found, ahead = self._live().dup(), bytes(self.ahead())
+        self._begin = self._end = 0
+        self._loop.remove_reader(self._fd)
+        self._watched = False
+        return found, ahead
+
     def _send_some(self, views: list[memoryview]) -> int:
         """Send at least one byte; returns the number. Raises BlockingIOError if it would have to wait."""
         connection = self._live()

@@ -1,4 +1,5 @@
-"""What a reader requests from a table on another node, windows or spans of steps, and the byte layout of a reply."""
+"""What a reader requests from a table on another node, and the byte layout of a reply: windows or spans of steps, and
+ragged values."""
 
 from __future__ import annotations
 
@@ -333,20 +334,6 @@ class PackedSpec(Spec):
     def data_bytes(self, n: int, total: int = 0) -> int:
         return sum(round_up((n if once else total) * size) for _, size, once in self._sizes)
 
-    def check_rows(self, firsts: Array, counts: Array) -> int:
-        """Check the spans of a FETCH from an untrusted source, int64 [n] each; return their steps together.
-
-        Raises:
-            TransportError: a number out of bounds.
-        """
-        for name, values in (("first steps", firsts), ("numbers of steps", counts)):
-            if len(values) and (values.min() < 0 or values.max() > _MOST_STEP):
-                bad = int(np.flatnonzero((values < 0) | (values > _MOST_STEP))[0])
-                raise TransportError(
-                    f"The {name} have {values[bad]} at place {bad}; expected a number from 0 to 2**40."
-                )
-        return int(counts.sum())
-
     def _entries(self) -> list[list[Any]]:
         return [[name, column] for name, column in self.columns.items()]
 
@@ -357,7 +344,76 @@ class PackedSpec(Spec):
         return values[0]
 
 
-def read_spec(data: bytes) -> WindowSpec | PackedSpec:
+class ValueSpec(Spec):
+    """Values of a ragged column, by the records that windows or spans of it have brought before.
+
+    The data of a reply that serves n values, of which it has `total` rows together::
+
+        values   uint8 [total, row_bytes], one after another
+        status   uint8 [n]: SERVED or GONE, from `data_bytes` on
+
+    A row of a request names a trajectory, and rows of a value: its record, the first row, and their number. Only the
+    first and the last value of a request may be parts. What a record names is checked to be ragged values of the table,
+    and the trajectory to be there; not that it is its record.
+
+    Args:
+        table: name of the table on its node. schema: the columns that the reader expects.
+        columns: the column, alone: name -> anything.
+
+    Attributes:
+        table, schema, column: as given. values: what its values are.
+
+    Raises:
+        SchemaError: not one ragged column.
+    """
+
+    NAMES, FIELDS = ("slots", "firsts", "generations", "counts", "places", "sizes"), 6
+    KEY, FORMS = "values", "[column]"
+
+    def __init__(self, table: str, schema: Schema, columns: Mapping[str, Any]) -> None:
+        if len(columns) != 1 or not set(columns) <= set(schema.ragged):
+            raise SchemaError(
+                f"Values of the columns {list(columns)} were asked for; expected one of the ragged ones, "
+                f"{list(schema.ragged)}."
+            )
+        self.table, self.schema, (self.column,) = table, schema, columns
+        self.values = schema.ragged[self.column]
+
+    def __repr__(self) -> str:
+        return f"ValueSpec({self.table!r}, {self.column!r})"
+
+    def data_bytes(self, n: int, total: int = 0) -> int:
+        return round_up(total * self.values.row_bytes)
+
+    def _entries(self) -> list[list[Any]]:
+        return [[self.column]]
+
+    @staticmethod
+    def _entry(values: list[Any]) -> None:
+        if values:
+            raise IndexError
+
+
+def check_spans(firsts: Array, counts: Array) -> int:
+    """Check the spans of a FETCH from an untrusted source, int64 [n] each; return their steps, or rows, together.
+
+    Raises:
+        TransportError: a number out of bounds.
+    """
+    for name, values in (("first steps", firsts), ("numbers of steps", counts)):
+        if len(values) and (values.min() < 0 or values.max() > _MOST_STEP):
+            bad = int(np.flatnonzero((values < 0) | (values > _MOST_STEP))[0])
+            raise TransportError(
+                f"The {name} have {values[bad]} at place {bad}; expected a number from 0 to 2**40."
+            )
+    return int(counts.sum())
+
+
+AnySpec = WindowSpec | PackedSpec | ValueSpec
+KINDS: tuple[type[WindowSpec] | type[PackedSpec] | type[ValueSpec], ...] = (WindowSpec, PackedSpec, ValueSpec)
+
+
+def read_spec(data: bytes) -> AnySpec:
     """Parse and validate a spec from an untrusted source.
 
     Raises:
@@ -370,10 +426,11 @@ def read_spec(data: bytes) -> WindowSpec | PackedSpec:
     except (ValueError, RecursionError) as error:
         raise TransportError(f"A spec is not JSON ({shown(str(error))}); expected an object.") from None
     names = set(fields) - {"returns"} if isinstance(fields, dict) else set()
-    kinds = [kind for kind in (WindowSpec, PackedSpec) if names == {"table", "columns", kind.KEY}]
+    kinds = [kind for kind in KINDS if names == {"table", "columns", kind.KEY}]
     if not kinds:
         raise TransportError(
-            f"A spec has {kind_of(fields)}; expected table, columns and windows, or packed in place of windows."
+            f"A spec has {kind_of(fields)}; expected table, columns and windows, or packed or values in place of "
+            "windows."
         )
     (kind,), table = kinds, fields["table"]
     if not isinstance(table, str) or not 1 <= len(table) <= MOST_TABLE_NAME:

@@ -69,6 +69,7 @@ class Episode(Account):
         pieces: its steps; of a committed one, the final step is the last row. rows: number of rows in them.
         buffers: their memory, for other pieces when it is stored.
         once: column per trajectory -> uint8 [1, step_bytes]. priority: -1 for none. final: 1 with a final step, else 0.
+        values: of ragged columns, in parts: the step after it, and its values; of columns per trajectory the last part.
         id: its global id, once it has one; else -1. ahead: pieces that were sent before the commit.
         flows: whether pieces are sent before the commit. again: whether it was sent and may be stored.
         here: whether the thread that committed it sends it. number: of the commit in its spool, 0 before it.
@@ -77,7 +78,7 @@ class Episode(Account):
 
     __slots__ = (
         *("again", "ahead", "buffers", "final", "flows", "here", "id", "index", "is_stored", "number"),
-        *("once", "pieces", "priority", "rows"),
+        *("once", "pieces", "priority", "rows", "values"),
     )
 
     def __init__(self) -> None:
@@ -85,6 +86,7 @@ class Episode(Account):
         self.pieces: list[Piece] = []
         self.buffers: list[Buffer] = []
         self.once: Piece = {}
+        self.values: list[tuple[int, Piece]] = []
         self.rows = self.final = self.ahead = self.number = 0
         self.again = self.flows = self.here = self.is_stored = False
         self.priority, self.id, self.index = -1.0, -1, -1
@@ -98,6 +100,18 @@ class Episode(Account):
         """Add what is known at the commit; the values of the columns per trajectory are copied."""
         self.once = {name: values.copy() for name, values in once.items()}
         self.priority, self.final = priority, int(final)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the ragged values."""
+        return sum(part.nbytes for _, values in self.values for part in values.values())
+
+    @property
+    def as_rows(self) -> Rows:
+        """The trajectory as it is sent."""
+        names = dict.fromkeys(name for _, values in self.values for name in values)
+        values = {name: [part[name] for _, part in self.values if name in part] for name in names}
+        return Rows(self.rows, self.pieces, self.once, values)
 
     def last(self, count: int) -> Piece:
         """A copy of the last `count` steps."""
@@ -340,6 +354,7 @@ class Spool:
             del self._unstored[episode.number]
             self._hold(episode, 0)
             episode.pieces.clear()
+            episode.values.clear()
             self._keep_buffers(episode)
 
     def store_now(self, episode: Episode) -> None:
@@ -357,8 +372,8 @@ class Spool:
                 if not episode.here:
                     return
                 episode.id = self._delivery.new_id()
-                rows = Rows(episode.rows, episode.pieces, episode.once)
-                attempt.found = self._delivery.store_here(rows, episode.priority, episode.final, episode.id)
+                given = episode.as_rows, episode.priority, episode.final, episode.id
+                attempt.found = self._delivery.store_here(*given)
                 attempt.has_ended = True
             finally:  # also after an interruption
                 if episode.here:
@@ -491,7 +506,8 @@ class Spool:
         return episode.ahead > 0 or episode.again
 
     def _bytes(self, episode: Episode) -> int:
-        return episode.rows * self.schema.step_bytes + self.schema.trajectory_bytes
+        fixed = episode.rows * self.schema.step_bytes + self.schema.trajectory_bytes
+        return fixed + episode.value_bytes
 
     def _send_piece(self, work: _Ahead) -> None:
         """Send a piece ahead, if all before it were; otherwise it goes with the commit."""
@@ -510,7 +526,7 @@ class Spool:
             episode.id = identity
         self._asked = time.monotonic()
         stored = self._delivery.store_rows(
-            [Rows(each.rows, each.pieces, each.once) for each in episodes],
+            [each.as_rows for each in episodes],
             np.array([each.priority for each in episodes], dtype=np.float32),
             np.array([each.final for each in episodes], dtype=np.int64),
             np.array([each.id for each in episodes], dtype=np.int64),

@@ -11,6 +11,8 @@ import numpy as np
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native.lanes import EMPTY_LANE, LANE_COMMON, LANE_LAST, LANE_STEPS
 from gear_loader.storage.appender import KNOWN_LATER, Bytes, Given, too_long
+from gear_loader.storage.ragged_input import StepValues, with_step_records
+from gear_loader.transport.ragged_rows import copied_values, measured
 from gear_loader.transport.spool import Account, Buffer, Episode, Piece, Spool
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.available_memory import available_bytes
@@ -22,17 +24,19 @@ if TYPE_CHECKING:
 
 _FIRST = 32  # steps of the first buffer
 _LANE = 512  # bytes of a lane besides its steps
+_ONCE = 1 << 62  # behind all steps
 
 
 class _Steps(NamedTuple):
     """Checked steps.
 
     Attributes:
-        length: number of steps. columns: uint8 [length, step_bytes] each.
+        length: number of steps. columns: uint8 [length, step_bytes] each. ragged: the values of those that are ragged.
     """
 
     length: int
     columns: Bytes
+    ragged: StepValues | None = None
 
 
 class SpoolSink:
@@ -75,6 +79,8 @@ class SpoolSink:
         self._pid = os.getpid()
         self._steps = spool.schema.steps
         self._step_bytes = spool.schema.step_bytes
+        self._ragged = [name for name in self._steps if name in spool.schema.ragged]
+        self._ragged_once = [name for name in spool.schema.per_trajectory if name in spool.schema.ragged]
         self._before = np.zeros(count, dtype=np.int64)  # steps of each lane that are in pieces
         self._everyone = np.arange(count)
         self._alone = count == 1
@@ -93,7 +99,11 @@ class SpoolSink:
     # ---------------------------------------------------------------- steps
 
     def located(self, rows: Any, what: str) -> _Steps:
-        return _Steps(*self._steps.validate(rows, what=what))
+        ragged = None
+        if self._ragged:
+            rows, ragged = with_step_records(self._steps, rows, what, by_lane=not self._alone)
+            ragged = None if ragged is None else measured(ragged)
+        return _Steps(*self._steps.validate(rows, what=what), ragged)
 
     def plain(self, rows: Bytes) -> _Steps:
         return _Steps(1, rows)
@@ -123,6 +133,8 @@ class SpoolSink:
                 if inside >= self._room:
                     self._make_room(first_part, grown, waits=waits)
             count = min(count, self._room - inside)
+            if rows.ragged is not None:
+                self._keep_values(self._everyone, rows.ragged, slice(first, first + count))
             for name, values in self._buffer.piece.items():
                 values[inside : inside + count] = rows.columns[name][first : first + count]
             self.lanes[0, LANE_STEPS] += count
@@ -134,6 +146,35 @@ class SpoolSink:
             self.abort(self._everyone)  # how far the call has come is not known
             raise
         return count
+
+    def _keep_values(self, chosen: Array, values: StepValues, steps: slice | None) -> None:
+        """Keep copies of the ragged values of the next steps of lanes, `chosen` (int64 [m]).
+
+        Args:
+            steps: those of the only lane; None: one of each lane.
+
+        Raises:
+            As `Spool.reserve`: nothing was kept.
+        """
+        sizes, _, addresses = values.parts
+        size = int(sizes[:, chosen if steps is None else steps].sum())
+        self._spool.reserve(self._account, self._account.size + size)
+        self._spool.hold(self._account, self._account.size - size)
+        for lane in chosen.tolist():
+            episode, begin = self._episodes[lane], int(self.lanes[lane, LANE_STEPS])
+            part = slice(lane, lane + 1) if steps is None else steps
+            self._take_back(episode, begin)
+            kept = {
+                name: copied_values(addresses[c, part], sizes[c, part]) for c, name in enumerate(self._ragged)
+            }
+            episode.values.append((begin + part.stop - part.start, kept))
+            self._spool.hold(episode, episode.size + sum(each.nbytes for each in kept.values()))
+
+    def _take_back(self, episode: Episode, steps: int) -> None:
+        """Forget the values behind so many steps, which an error has taken back."""
+        while episode.values and episode.values[-1][0] > steps:
+            _, dropped = episode.values.pop()
+            self._spool.hold(episode, episode.size - sum(each.nbytes for each in dropped.values()))
 
     def _wait_for(self, count: int, room: int) -> None:
         """Before `count` steps are added, wait until the spool has room for so many, and for the chunk after them.
@@ -162,6 +203,8 @@ class SpoolSink:
             raise too_long(longest, self.longest)
         at = steps - 1 - self._before[chosen]
         self._make_room(int(at.max(initial=0)) + 1)
+        if rows.ragged is not None:
+            self._keep_values(chosen, rows.ragged, None)
         together = len(chosen) == len(self.lanes) and (at == at[0]).all()
         for name, values in self._matrix().items():
             if together:
@@ -233,7 +276,8 @@ class SpoolSink:
     def _send_piece(self, lane: int) -> None:
         """Send the steps of a lane in the buffer ahead of their trajectory."""
         self._end_piece(lane, int(self.lanes[lane, LANE_STEPS] - self._before[lane]))
-        self._spool.send_ahead(self._episodes[lane])
+        if not self._ragged:  # whose values come with the commit
+            self._spool.send_ahead(self._episodes[lane])
 
     # ---------------------------------------------------------------- trajectories
 
@@ -260,6 +304,9 @@ class SpoolSink:
             common = self._episodes[lane].last(overlap) if goes_on and overlap else {}
             episode = self._episodes[lane]
             once = {name: _row(values, lane)[None] for name, values in given.once.items()}
+            self._take_back(episode, int(self.lanes[lane, LANE_STEPS]))
+            if given.ragged is not None:
+                self._keep_once(episode, given.ragged, lane, once)
             episode.complete(float(given.priorities[lane]), once, final=final)
             given.out[lane] = KNOWN_LATER
             if self._wait and not cut:
@@ -275,6 +322,15 @@ class SpoolSink:
                 given.out[lane] = KNOWN_LATER if answer < 0 else answer
         if not self._alone:
             self._spool.hold(self._account, self._held)
+
+    def _keep_once(self, episode: Episode, values: StepValues, lane: int, once: dict[str, Array]) -> None:
+        """Keep copies of the ragged values of a trajectory, and put their records into `once`."""
+        sizes, rows, addresses = (part[:, lane : lane + 1] for part in values.parts)
+        kept = {name: copied_values(addresses[c], sizes[c]) for c, name in enumerate(self._ragged_once)}
+        for c, name in enumerate(self._ragged_once):
+            once[name] = np.array([[0, rows[c, 0]]], dtype=np.int64).view(np.uint8)
+        episode.values.append((_ONCE, kept))
+        self._spool.hold(episode, episode.size + sum(each.nbytes for each in kept.values()))
 
     _last: Episode
 

@@ -7,6 +7,7 @@ import functools
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.channel import Bytes, as_bytes
 from gear_loader.transport.message_schema import laid_out, padding, read_schema
+from gear_loader.transport.ragged_rows import ValueBytes, with_values
 from gear_loader.transport.wire import Fields, Limits, PartsMissingError, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
@@ -39,17 +41,33 @@ class Rows(NamedTuple):
     Attributes:
         length: number of rows. pieces: its steps, column name -> uint8 [rows, step_bytes] for consecutive ones.
         once: column per trajectory -> uint8 [1, step_bytes].
+        values: of ragged columns, whose records the others hold.
     """
 
     length: int
     pieces: Sequence[Mapping[str, Array]]
     once: Mapping[str, Array]
+    values: ValueBytes = MappingProxyType({})
 
     @classmethod
     def of(cls, schema: Schema, trajectory: Mapping[str, Any], what: str) -> Rows:
-        """A trajectory as bytes, after its checks; `what` names it in errors."""
+        """A trajectory without ragged columns as bytes, after its checks; `what` names it in errors."""
         length, arrays = schema.validate(trajectory, what=what)
         return cls(length, [arrays], arrays)
+
+    @classmethod
+    def listed(cls, schema: Schema, trajectories: Sequence[Any]) -> list[Rows]:
+        """Trajectories as bytes, after their checks; ragged values are copied."""
+        values: Sequence[ValueBytes] = [{}] * len(trajectories)
+        if schema.ragged:
+            trajectories, values = with_values(schema, trajectories)
+        found = [cls.of(schema, each, f"trajectory {i}") for i, each in enumerate(trajectories)]
+        return [rows._replace(values=each) for rows, each in zip(found, values, strict=True)]
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the ragged values."""
+        return sum(piece.nbytes for pieces in self.values.values() for piece in pieces)
 
 
 class Stacked(NamedTuple):
@@ -87,6 +105,7 @@ class Store:
         parts, before: number of PART messages that have brought the first rows of the only trajectory, and of these
             rows; 0 without any.
         wait: milliseconds that the server may wait for free space or the rate limiter.
+        payload: bytes of ragged values, behind the columns in the bulk part.
     """
 
     table: str
@@ -99,6 +118,7 @@ class Store:
     parts: int = 0
     before: int = 0
     wait: int = 0
+    payload: int = 0
 
     @functools.cached_property
     def has_finals(self) -> bool:
@@ -119,7 +139,7 @@ class Store:
     @property
     def bulk_bytes(self) -> int:
         """Bytes of the bulk part."""
-        return self._laid_out[1]
+        return self._laid_out[1] + self.payload
 
     def pack(self) -> bytes:
         """Serialize."""
@@ -179,6 +199,10 @@ class Store:
                 f"{limits.store_bytes:,} bytes are taken."
             )
         needed = (float(total) - before) * schema.step_bytes + n * schema.trajectory_bytes
+        if schema.ragged and has_parts:
+            raise ProtocolError("A message STORE of ragged columns has parts; expected the whole trajectory.")
+        if schema.ragged and needed <= bulk:
+            store = dataclasses.replace(store, payload=max(0, bulk - store.bulk_bytes))
         if needed > bulk or store.bulk_bytes != bulk:
             raise ProtocolError(
                 f"The bulk part of a message STORE has {bulk:,} bytes, which is not what {n:,} trajectories of "
@@ -312,7 +336,8 @@ class OneStore:
         except (ValueError, RecursionError, TransportError):
             return None
         offsets, total = known.places(rows)
-        return (known, One(rows, final, priority, identity, wait), offsets) if total == bulk else None
+        fits = total == bulk and not known.schema.ragged
+        return (known, One(rows, final, priority, identity, wait), offsets) if fits else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -344,6 +369,14 @@ def bulk_parts(request: Store, rows: Sequence[Rows] | Stacked) -> list[Bytes | b
             parts += [piece[name] for each in rows for piece in each.pieces[request.parts :]]
         if zeros := padding(size):
             parts.append(zeros)
+    if not isinstance(rows, Stacked):
+        parts += [
+            piece
+            for name in request.schema.ragged
+            for each in rows
+            for piece in each.values[name]
+            if len(piece)
+        ]
     return parts
 
 

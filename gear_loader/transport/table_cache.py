@@ -15,7 +15,6 @@ from gear_loader.errors import LockTimeoutError, RegionError, SchemaError
 from gear_loader.native.serving import serve
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.index import Index
-from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Schema
@@ -156,11 +155,6 @@ def _attach(name: str, path: str, timeout: float) -> tuple[Table, Key]:
     while True:
         before = _key(path)
         table = Table.attach(name, timeout=timeout)
-        try:
-            check_fixed(table.schema, "servers take")
-        except SchemaError:
-            table.close()
-            raise
         if before is not None and _key(path) == before:
             return table, before
         table.close()

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Sequence
 
 from gear_loader.errors import PrivateTableError, TransportError
-from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.table import Table
 from gear_loader.transport.access import Allow, check_allow
 from gear_loader.transport.channel import CARRIERS
@@ -110,7 +109,6 @@ def _names(tables: Sequence[Table]) -> list[str]:
         if not isinstance(table, Table):
             raise TransportError(f"{table!r} is among the tables to serve; expected a gear_loader.Table.")
         table._engine.check_open()
-        check_fixed(table.schema, "servers take")
         if table.name is None:
             raise PrivateTableError(
                 "serve() was called on a private table, which no other process can attach to. Create it with a name, "

@@ -37,7 +37,7 @@ from gear_loader.errors import GearError, HandshakeError, TransportError
 from gear_loader.transport.channel import Bytes, Channel, as_bytes
 from gear_loader.utils.arrays import Array
 
-VERSION = 6
+VERSION = 7
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096
@@ -91,6 +91,10 @@ class Kind(enum.IntEnum):
     ADVANCED = 24
     SET = 25
     WRITTEN = 26
+    LEARN = 27
+    LEARNING = 28
+    CALL = 29
+    ANSWER = 30
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -115,6 +119,9 @@ class Limits:
         all_open_bytes: most bytes of the PART messages that all connections have open.
         total_bytes: most bytes of the STORE requests of all connections that are being received or stored. Further ones
             wait for their turn.
+        learners: most learners at a time that draw here.
+        learner_bytes: most bytes of the batches that are kept for a learner until they have arrived; draws wait then.
+        learner_seconds: seconds that a learner whose connection is lost is remembered.
     """
 
     rows: int = 1 << 16
@@ -130,11 +137,14 @@ class Limits:
     open_seconds: float = 60.0
     all_open_bytes: int = 1 << 30
     total_bytes: int = 1 << 30
+    learners: int = 1024
+    learner_bytes: int = 1 << 30
+    learner_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            seconds = field.name in ("handshake", "open_seconds", "patience")
+            seconds = field.name in ("handshake", "learner_seconds", "open_seconds", "patience")
             if isinstance(value, bool) or not isinstance(value, (int, float) if seconds else int):
                 raise ValueError(f"{field.name} is {value!r}; expected a number.")
             if not 0 < value < (1e9 if seconds else 1 << 40 if "bytes" in field.name else 1 << 24):
@@ -318,6 +328,8 @@ CODES: tuple[type[GearError], ...] = (
     errors.PriorityError,
     PartsMissingError,
     errors.FilledError,
+    errors.TableEmptyError,
+    errors.CheckpointError,
 )
 """Classes of errors that a server reports, by code. New ones are appended."""
 

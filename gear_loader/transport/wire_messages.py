@@ -179,11 +179,12 @@ WELCOME = WireMessage(
 )
 
 OPEN = WireMessage(Kind.OPEN, number=u32, spec=_json)
-"""A `WindowSpec` or `PackedSpec`; replaces that of the same number."""
+"""A `WindowSpec`, `PackedSpec` or `ValueSpec`; replaces that of the same number."""
 OPENED = WireMessage(Kind.OPENED, number=u32)
 FETCH = WireMessage(Kind.FETCH, number=u32, n=u32.to("rows"), rows=Field("rest"))
-"""Rows: slots, anchors and generations; of a `PackedSpec` slots, first steps, generations and numbers of steps, each
-int64 [n]. REPLY has a bulk part only, as the spec lays it out."""
+"""Rows: slots, anchors and generations; of a `PackedSpec` slots, first steps, generations and numbers of steps; of a
+`ValueSpec` slots, first rows, generations, numbers of rows, and both words of records; each int64 [n]. REPLY has a bulk
+part only, as the spec lays it out."""
 
 STORE = WireMessage(
     Kind.STORE,
@@ -199,7 +200,8 @@ STORE = WireMessage(
     table=_name,
     schema=_json,
 )
-"""Bulk part: column after column, each from a multiple of 128 bytes on: the steps of one trajectory after another.
+"""Bulk part: column after column, each from a multiple of 128 bytes on: the steps of one trajectory after another. Then
+ragged values, see `ragged_rows`.
 
 again: it is sent again, with the ids of the first time, because its answer did not arrive. parts, before: of the only
 trajectory, this many PART messages of the connection have brought this many rows. wait: milliseconds that the server
@@ -266,6 +268,17 @@ ADVANCE = WireMessage(
 ADVANCED = WireMessage(Kind.ADVANCED, version=u64.to(_MOST_VERSION), memory=u64, flags=_flags("done"))
 """version: of the policy. memory: of the server; a request from another one changes nothing, unless it is sent again.
 done: whether the request has made the version."""
+LEARN = WireMessage(Kind.LEARN, identity=Field("bytes", 16), first=u64, wait=u32, table=_name, options=_json)
+"""A learner begins, or goes on: its identity, and the number of its next call. wait: milliseconds that a draw may wait.
+options: of its dataset, as `learner_options` packs them, or null. LEARNING answers it."""
+LEARNING = WireMessage(Kind.LEARNING, flags=_flags("known"), described=_json)
+"""known: whether the server has served it before. described: what its dataset is."""
+CALL = WireMessage(Kind.CALL, number=u64, received=u64, call=_json)
+"""Numbers of the call, from 1 on, and of the last answer that has arrived. call: a list of its name, its options and a
+tree of values. Bulk part: the tensors of the tree. Calls are executed in order, and once, though they come again over
+another connection."""
+ANSWER = WireMessage(Kind.ANSWER, tree=_json)
+"""A tree of values; bulk part: its tensors. The header has the number of the call."""
 METADATA = WireMessage(Kind.METADATA, name=_name, table=_name)
 """DESCRIBED answers it, with a bulk part only."""
 

@@ -10,6 +10,18 @@ from gear_loader.utils.arrays import shown
 
 # Path("s3://bucket/x") is "s3:/bucket/x", and fsspec chains schemes: "simplecache::s3://bucket/x".
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.:\-]*:/")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:\-]*://")
+_LOCAL = re.compile(r"(?:file|local):", re.IGNORECASE)
+
+
+def is_address(path: object) -> bool:
+    """Whether this is ``scheme://...``, which `gear_loader.utils.addresses` opens; not ``file://...``."""
+    return isinstance(path, str) and _ADDRESS.match(path) is not None and _LOCAL.match(path) is None
+
+
+def path_or_address(path: str | os.PathLike[str]) -> str:
+    """Return an address as it is, and else what `local_path` returns."""
+    return str(path) if is_address(path) else local_path(path)
 
 
 def local_path(

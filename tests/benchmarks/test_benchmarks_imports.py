@@ -19,6 +19,9 @@ STANDARD = {*sys.stdlib_module_names, "numpy"}
 LIBRARIES = {"reverb": {"reverb", "tensorflow", "torch"}, "cpprb": {"cpprb"}, "tianshou": {"tianshou"}}
 LIBRARIES["torchrl"] = {"torchrl", "tensordict", "torch"}
 LIBRARIES["transferqueue"] = {"transfer_queue", "ray", "omegaconf", "tensordict", "torch"}
+LIBRARIES["lance"] = {"lance", "pyarrow", "PIL", "torch"}
+LIBRARIES["lerobot"] = {"lerobot", "datasets", "pyarrow", "torch"}
+LIBRARIES["webdataset"] = {"webdataset"}
 LIBRARIES["sb3"] = {"stable_baselines3", "gymnasium", "torch"}
 TASKS = (
     "select",
@@ -30,6 +33,7 @@ TASKS = (
     "transitions",
     "learn",
     "sequences",
+    "values",
 )
 
 

@@ -136,10 +136,16 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         },
         "2 columns, 16,384 tokens",
     ),
-    "images": (
+    "values": (
         "--threads 1",
-        {"jpeg": {f"DataLoader, {way}, Pillow" for way in ("files", "tar")} | {"ours"}},
-        "jpegs of 224 x 224",
+        {
+            "images": {"ours", "DataLoader, files", "ours, no codec", "torch.save, decoded"},
+            "tokens": {"ours", "plain torch", "torch.nested"},
+            "video": {"ours"},
+            **{f"{part}: PSS of 4 readers": {"ours"} for part in ("images", "tokens", "video")},
+            **{f"{part}: bytes stored": {"ours"} for part in ("images", "tokens", "video")},
+        },
+        "left out: LeRobot, PyAV: there is no environment lerobot",
     ),
     "graph": (
         "--threads 1 --nodes 500 --seconds 0.1",

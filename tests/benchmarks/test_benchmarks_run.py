@@ -33,7 +33,7 @@ NAMES = (
     "simulator",
     "device",
     "packed",
-    "images",
+    "values",
     "graph",
     "learn",
     "train",

@@ -34,7 +34,9 @@ from table_common import (
 
 import gear_loader as gear
 from gear_loader.checkpoint import files as files_module
-from gear_loader.checkpoint import loading, reading, saving
+from gear_loader.checkpoint import loading, saving
+from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.open_files import FileToRead, NewFile
 from gear_loader.errors import CheckpointError, PrivateTableError, RegionError, TableClosedError
 
 MonkeyPatch = pytest.MonkeyPatch
@@ -43,8 +45,8 @@ MonkeyPatch = pytest.MonkeyPatch
 @pytest.fixture
 def small_pieces(monkeypatch: MonkeyPatch) -> None:
     """Files of many pieces, although they are small."""
-    for module in (files_module, reading):
-        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(files_module, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(FileToRead, "piece_bytes", 4096)
 
 
 # Round trips -----------------------------------------------------------------------------------------
@@ -127,13 +129,13 @@ def test_a_closed_table_and_one_that_is_closed_during_a_save(
 ) -> None:
     table = make()
     table.add(rows(1, 50))
-    genuine = files_module._open_new
+    genuine = Directory.new_file
 
-    def open_new(*args: Any) -> int:
+    def new_file(*args: Any, **options: Any) -> NewFile:
         table.close()
-        return genuine(*args)
+        return genuine(*args, **options)
 
-    monkeypatch.setattr(files_module, "_open_new", open_new)
+    monkeypatch.setattr(Directory, "new_file", new_file)
     table.save(tmp_path / "ck")
     assert loaded_numbers(tmp_path / "ck") == [1]
     with pytest.raises(TableClosedError):

@@ -35,9 +35,9 @@ from checkpoint_common import (
 from table_common import COLUMNS, fresh_name, rows
 
 import gear_loader as gear
-from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint import json_file, reading, saving
 from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.open_files import NewFile
 from gear_loader.checkpoint.trajectory_records import RECORD
 from gear_loader.errors import CheckpointError, RegionError
 
@@ -574,15 +574,15 @@ def test_a_link_that_is_put_there_during_a_save(
     theirs, after = everything(elsewhere), contents(table)
     table.remove(table.indices()[:6])
     table.add(rows(8, 20))
-    genuine = files_module._open_new
+    genuine = Directory.new_file
 
-    def swap(*args: Any) -> int:
+    def swap(*args: Any, **options: Any) -> NewFile:
         if not (path / "aside").exists():
             os.rename(path / name, path / "aside")
             (path / name).symlink_to(elsewhere)
-        return genuine(*args)
+        return genuine(*args, **options)
 
-    monkeypatch.setattr(files_module, "_open_new", swap)
+    monkeypatch.setattr(Directory, "new_file", swap)
     with contextlib.suppress(CheckpointError):
         table.save(path)
         after = contents(table)

@@ -35,7 +35,7 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import behind, changes, index, saving, spilling
+from gear_loader.checkpoint import behind, changes, index, open_files, saving, spilling
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint.trajectory_records import RECORD
 from gear_loader.errors import CheckpointError, LockTimeoutError, SchemaError
@@ -313,14 +313,14 @@ def test_a_full_table_turns_over_while_the_disk_stands_still(
 @pytest.fixture
 def full(monkeypatch: MonkeyPatch) -> threading.Event:
     """While it is set, nothing can be written."""
-    event, genuine = threading.Event(), files_module.write_all
+    event, genuine = threading.Event(), open_files.write_all
 
     def write_all(*args: Any) -> None:
         if event.is_set():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         genuine(*args)
 
-    monkeypatch.setattr(files_module, "write_all", write_all)
+    monkeypatch.setattr(open_files, "write_all", write_all)
     return event
 
 

@@ -29,11 +29,19 @@ _CONVERTED = {
     "wide": gear.Window(2, dtype=torch.float32),
     "task": gear.Window(1, dtype=torch.float32, scale=0.5),
 }
+_CHOSEN = {
+    "obs": gear.Window(3, -8, every=4, pad="edge", dtype=torch.float64),
+    "wide": gear.Window(at=[2, -9, 2]),
+    "reward": gear.Window(at=[2, -9, 2]),
+    "last": gear.Window(1, 2, column="reward", squeeze=True),
+    "task": None,
+}
 PADDED: list[dict[str, Any]] = [
     *({**dict.fromkeys(STEPS, gear.Window(5, -3, pad)), "task": None} for pad in ("keep", "head", "tail", "edge")),
     {"obs": gear.Window(1, squeeze=True), "next": gear.Window(1, 1, column="obs", squeeze=True)},
     _EDGE,
     _CONVERTED,
+    _CHOSEN,
 ]  # fmt: skip
 PACKED: list[dict[str, Any]] = [
     {**dict.fromkeys(STEPS, gear.Whole()), "task": None},

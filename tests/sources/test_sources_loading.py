@@ -96,20 +96,103 @@ def test_a_reader_with_options_of_its_own(tmp_path: Path) -> None:
         same(table[0]["state"], next(iter(reader))["observation"])
 
 
-def test_columns_of_text_are_named_with_the_columns_that_leave_them_out() -> None:
+def test_columns_of_objects_are_named_with_the_columns_that_leave_them_out() -> None:
     numbers = {"observation.state": np.zeros((3, 2), np.float32), "action": np.zeros((3, 1), np.float32)}
-    words = np.array(["left", "right", "left"])
-    texts = {"task": "pick up", "steps": ["a", "b", "c"], "words": words, "things": words.astype(object)}
+    things = np.array([None, 1, "x"], dtype=object)
     message = (
-        r"episode 0: column 'task' is text, column 'steps' is text, column 'words' is text, column 'things' is an "
-        r"array of objects; .*Leave them out with columns=\['observation.state', 'action'\]"
+        r"episode 0: column 'a' is an array of objects, column 'b' is an array of objects; .*Leave them out with "
+        r"columns=\['observation.state', 'action'\]"
     )
     with pytest.raises(SourceError, match=message):
-        load([numbers | texts], progress=False)
-    with load([numbers | texts], columns=["observation.state", "action"], progress=False) as table:
+        load([numbers | {"a": things, "b": things}], progress=False)
+    with load([numbers | {"a": things}], columns=["observation.state", "action"], progress=False) as table:
         assert list(table.schema) == list(numbers)
-    with pytest.raises(SourceError, match=r"Leave it out with columns=\{'a': 'action'\}"):
-        load([numbers | texts], columns={"a": "action", "t": "task"}, progress=False)
+    with pytest.raises(SourceError, match=r"Leave it out with columns=\{'x': 'action'\}"):
+        load([numbers | {"a": things}], columns={"x": "action", "t": "a"}, progress=False)
+
+
+def test_values_of_any_length() -> None:
+    words = np.array(["left", "", "ö" * 40])
+    episode = {
+        "action": np.zeros((3, 1), np.float32),
+        "task": "pick up",  # once: no option is needed
+        "steps": ["a", "b", "c"],
+        "words": words,
+        "things": words.astype(object),
+        "raw": [b"", b"\0\0", b"x"],
+        "points": [np.zeros((n, 2)) for n in (0, 4, 1)],
+        "tokens": gear.Ragged(torch.arange(5), torch.tensor([0, 2, 2, 5])),
+    }
+    shorter = {
+        name: value[:2] if name != "task" else "" for name, value in episode.items() if name != "tokens"
+    }
+    shorter["tokens"] = gear.Ragged(torch.arange(1), torch.tensor([0, 0, 1]))
+    with load(iter([episode, shorter]), progress=False) as table:
+        found = table[0]
+        assert found["task"] == "pick up"
+        assert (found["steps"], found["raw"]) == (episode["steps"], episode["raw"])
+        assert found["words"] == found["things"] == words.tolist()
+        assert [value.tolist() for value in found["points"]] == [v.tolist() for v in episode["points"]]
+        assert found["points"][0].dtype == torch.float64
+        assert [value.tolist() for value in found["tokens"]] == [[0, 1], [], [2, 3, 4]]
+        assert (table[1]["task"], table[1]["words"]) == ("", ["left", ""])
+        with pytest.raises(SourceError, match="counted from episode 0: Column 'task' of trajectory 0 is "):
+            load([{**episode, "task": ["a", "b", "c"]}], table, progress=False)
+        assert len(table) == table.stats().num_inserted == 2
+
+
+def test_a_reader_of_values_of_any_length(coded: list[bytes]) -> None:
+    class Reader(sources.EpisodeReader):
+        def __iter__(self) -> Iterator[Episode]:
+            for count in self.lengths:
+                yield Episode({"image": coded[:count], "task": "t" * int(count), "x": np.ones(count)})
+
+    schema = {
+        "image": gear.Column(torch.uint8, (None, None, 3), codec="png"),
+        "task": gear.Column(str, per="trajectory"),
+        "x": gear.Column(torch.float32),
+    }
+    lengths = np.array([2, 3, 1])
+    for payload in (None, sum(map(len, [*coded[:2], *coded[:3], *coded[:1]])) + 6):
+        reader = Reader("Mine", lengths, schema, payload=payload)
+        with load(reader, progress=False) as table:
+            assert [table[i]["task"] for i in range(3)] == ["tt", "ttt", "t"]
+            assert table[1]["image"][2].tolist() == np.full((2, 5, 3), 2).tolist()
+    stored = {**schema, "image": gear.Column(bytes)}  # as the file has them
+    with gear.Table.create(
+        stored, max_steps=9, max_trajectories=9, memory=gear.Memory(payload=9999)
+    ) as table:
+        load(Reader("Mine", lengths, schema), table, progress=False)
+        assert table[1]["image"] == coded
+    with load(Reader("Mine", lengths, schema), filter=lambda e: len(e["task"]) != 2, progress=False) as table:
+        assert [table[i]["task"] for i in range(2)] == ["ttt", "t"]
+        assert table.num_steps == 4
+    one = load(Reader("Mine", lengths, schema), filter=lambda e: True, max_trajectories=1, progress=False)
+    assert one.lengths().tolist() == [2]
+    damaged = Reader("Mine", lengths, {**schema, "image": gear.Column(torch.uint8, (2, 4, 3), codec="png")})
+    with pytest.raises(
+        SourceError, match=r"Mine, counted from episode 0: Column 'image' of trajectory 0, step 0"
+    ):
+        load(damaged, progress=False)
+    for function, message in (
+        (lambda episode: None, "episode 0: filter= returned None; expected True or False"),
+        (lambda episode: episode["y"], "episode 0: filter= raised KeyError: 'y'"),
+        (lambda episode: False, "filter= takes none of 3 episodes"),
+        (3, "filter= is 3; expected a function"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            load(Reader("Mine", lengths, schema), filter=function, progress=False)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def coded() -> list[bytes]:
+    image = pytest.importorskip("PIL.Image")
+    found = []
+    for value in range(3):
+        memory = io.BytesIO()
+        image.fromarray(np.full((2, 5, 3), value, np.uint8)).save(memory, "png")
+        found.append(memory.getvalue())
+    return found
 
 
 class HuggingFace:
@@ -136,15 +219,15 @@ FRAME = type("DataFrame", (), {"shape": (6, 2), "columns": ["a", "b"], "__iter__
 NO_TIME = tensordict_stand_in.TensorDict({"state": torch.zeros(4)}, [])
 # fmt: off
 ROWS: list[tuple[Any, Any, str]] = [  # source, columns, message
-    (HuggingFace(STEPS), ["state"], r"episode 0 looks like one time step.*'reward' is a single number.*with_format"),
+    (HuggingFace(STEPS), ["state"], r"episode 0 looks like one time step.*'reward' is a single number.*read_rows"),
     (HuggingFace({name: torch.as_tensor(v) for name, v in STEPS.items()}), ["state"], "'reward' is a single number"),
     (HuggingFace({"image": np.zeros((3, 8, 8)), "label": [1, 2, 3]}), ["image"], "'label' is a single number"),
     (HuggingFace({"state": STEPS["state"]}), None, "Each of 6 rows of .* has 4 numbers in 'state': they look like"),
     (list(HuggingFace(STEPS)), ["state"], r"one time step.*'reward' is a single number.*\{column: array \[T, ...\]\}"),
     (list(HuggingFace(STEPS)), None, "'reward' is a single number"),
     ([NO_TIME] * 6, None, r"its batch_size is \[\] and no column has more than one dimension"),
-    (FRAME(), None, "DataFrame was received, whose rows are time steps.*groupby"),
-    ([FRAME()], None, r"episode 0 is an object of type DataFrame; expected a mapping.*groupby"),
+    (FRAME(), None, "DataFrame was received, whose rows are time steps.*read_rows"),
+    ([FRAME()], None, r"episode 0 is an object of type DataFrame; expected a mapping.*read_rows"),
 ]
 # fmt: on
 
@@ -239,7 +322,7 @@ def test_what_an_episode_has_once_becomes_a_column_per_trajectory() -> None:
         for change, message in (
             ({"goal": np.ones((4, 2))}, r"'goal' has shape \[4, 2\]; expected one value of shape \[2\], as"),
             ({"task": 2**40}, "episode 0: column 'task' holds 1099511627776, which int16 cannot hold"),
-            ({"task": None}, "column 'task' has dtype object"),
+            ({"task": None}, "column 'task' holds values of object where int16 is expected"),
         ):
             with unchanged(table), pytest.raises(SourceError, match=message):
                 load([{**given[0], **change}], table, columns=columns)
@@ -630,3 +713,91 @@ def test_an_iterable_may_use_its_arrays_again() -> None:
         with load(again) as table:
             for found, wanted in zip(contents(table), contents(expected), strict=True):
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_statistics_are_those_of_a_naive_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_loading, "LOAD_BYTES", 100_000)
+    schema = {
+        "x": gear.Column(torch.float32, (3,)),
+        "ok": gear.Column(torch.bool),
+        "image": gear.Column(torch.uint8, (50, 40, 3)),
+        "wide": gear.Column(torch.bfloat16, (2, 2)),
+        "seed": gear.Column(torch.int64, per="trajectory"),
+        "text": gear.Column(str),
+    }
+    generator = np.random.default_rng(0)
+    lengths = [3, 40, 1, 7]
+    made = [
+        Episode(
+            {
+                "x": generator.normal(1000.0, 0.01, (count, 3)).astype(np.float32),
+                "ok": generator.random(count) < 0.5,
+                "image": generator.integers(0, 255, (count, 50, 40, 3), np.uint8),
+                "wide": torch.randn(count, 2, 2).bfloat16(),
+                "seed": np.int64(count),
+                "text": ["a"] * count,
+            }
+        )
+        for count in lengths
+    ]
+
+    class Reader(sources.EpisodeReader):
+        def __iter__(self) -> Iterator[Episode]:
+            return iter(made)
+
+    table = load(Reader("Mine", np.array(lengths), schema), statistics=True, progress=False)
+    table.save(tmp_path / "saved")
+    loaded = gear.Table.load(tmp_path / "saved")
+    for found in (table.statistics, loaded.statistics):
+        assert found is not None
+        assert set(found) == set(schema) - {"text"}
+        for name, column in found.items():
+            once = name == "seed"
+            whole = [np.asarray(e[name][None] if once else torch.as_tensor(e[name]).float()) for e in made]
+            values = np.concatenate(whole).astype(np.float64)
+            assert column.count == len(values)
+            values = values.reshape(-1, 3) if name == "image" else values
+            np.testing.assert_allclose(column.mean, values.mean(0), rtol=1e-12)
+            np.testing.assert_allclose(column.std, values.std(0), rtol=1e-7)
+            np.testing.assert_array_equal(column.min, values.min(0))
+            np.testing.assert_array_equal(column.max, values.max(0))
+            for level, quantile in column.quantiles.items():
+                np.testing.assert_allclose(quantile, np.quantile(values, level, axis=0), rtol=1e-12)
+    transform = gear.transforms.Normalize("x", statistics=loaded.statistics)
+    dataset = gear.ReplayDataset(loaded, batch_size=51, windows={"x": gear.Window(1)}, transform=transform)
+    assert dataset.sample()["x"].abs().max() < 6  # of values about 1,000
+    plain = gear.Table.create({"r": gear.Column(torch.float32)}, max_steps=9, max_trajectories=9)
+    assert plain.statistics is None
+    with pytest.raises(SchemaError, match="expected those of a table, with the column 'y'"):
+        gear.transforms.Normalize("y", statistics=loaded.statistics)
+
+
+@pytest.mark.long
+def test_quantiles_of_many_values_are_of_a_random_sample() -> None:
+    values = np.random.default_rng(0).random(1_000_000, np.float32)
+    episodes = [{"x": part} for part in np.split(values, 50)]
+    table = load(episodes, statistics=True, progress=False)
+    assert table.statistics is not None
+    column = table.statistics["x"]
+    assert column.count == 1_000_000
+    assert abs(column.mean - values.mean(dtype=np.float64)) < 1e-12
+    for level, quantile in column.quantiles.items():
+        assert abs(quantile - level) < 0.006  # four standard errors of 131,072 values
+        assert quantile != np.quantile(values.astype(np.float64), level)
+
+
+class MapStyle:
+    """A data set of torch without `__iter__`, whose items never end with an IndexError."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"x": torch.full((number + 1, 2), number), "task": f"t{number}"}
+
+
+def test_a_data_set_of_torch() -> None:
+    with load(torch.utils.data.Subset(MapStyle(), [2, 0]), progress=False) as table:  # type: ignore[arg-type]
+        assert (table.lengths().tolist(), table[0]["task"]) == ([3, 1], "t2")
+    with load(MapStyle(), progress=False) as table:
+        assert table[2]["x"].tolist() == [[2, 2]] * 3

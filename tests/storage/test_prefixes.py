@@ -158,7 +158,7 @@ def test_what_is_refused_changes_nothing() -> None:
             ({"prefix": slot, "prefix_steps": 6}, "prefix_steps of trajectory 0 is 6; expected 1 to 5"),
             ({"prefix": slot, "prefix_steps": 0}, "prefix_steps of trajectory 0 is 0; expected 1 to 5"),
             ({"prefix": [slot, slot]}, r"prefix is \[0, 0\]; expected an integer, or \[1\]"),
-            ({"prefix": "x"}, "prefix is 'x'; expected an integer, or 1 of them"),
+            ({"prefix": "x"}, "prefix is 'x'; expected the index of a trajectory, or the name of a column"),
             ({"prefix_steps": 3}, "prefix_steps is 3 and prefix_generation None without prefix"),
         ):
             with pytest.raises(SchemaError, match=message):
@@ -172,11 +172,9 @@ def test_what_is_refused_changes_nothing() -> None:
         assert table.stats().blocks_in_use == 2
         table.check_valid()
     late = {**STEPS, "advantage": gear.Column(torch.float32, late=True)}
-    ragged = {**STEPS, "image": gear.Column(torch.uint8, (None,))}
     mutable = {**STEPS, "state": gear.Column(torch.float32, mutable=True)}
-    del ragged["obs"]
-    for columns, kind in ((late, "late"), (ragged, "ragged"), (mutable, "mutable")):
-        memory = gear.Memory(prefixes=True, payload="1MiB" if kind == "ragged" else None)
+    for columns, kind in ((late, "late"), (mutable, "mutable")):
+        memory = gear.Memory(prefixes=True)
         with pytest.raises(SchemaError, match=rf"prefixes is True, and the columns \['\w+'\] are {kind}"):
             gear.Table.create(columns, max_steps=9, max_trajectories=3, memory=memory)
     with pytest.raises(SchemaError, match="Memory prefixes is 1; expected True or False"):

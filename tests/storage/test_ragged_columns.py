@@ -855,9 +855,7 @@ def test_what_does_not_go_with_them(tmp_path: Any) -> None:
     with table_of() as table:
         calls: list[Any] = [
             lambda: table.writers(2, chunk_steps=4, overlap_steps=2),
-            table.serve,
         ]
-        calls += [lambda: gear.distributed.Shards(table)]
         for call in calls:
             with pytest.raises(SchemaError, match=r"are ragged; .* columns of a fixed shape only"):
                 call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 from typing import Any
 
@@ -93,6 +94,35 @@ def test_a_group_is_decoded_once_for_all_windows_of_a_batch(monkeypatch: pytest.
         windows = {"a": gear.Window(2, column="video"), "b": gear.Window(3, -1, column="video")}
         table.gather([slot] * 3, [1, 2, 17], windows=windows)
     assert sorted(lengths) == [3, 4]  # steps 0 to 3 of the first group, 16 to 18 of the third
+
+
+def test_frames_between_chosen_steps_are_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor decoded, unless one that follows refers to them; text and other columns of the same steps, too."""
+    asked, decode = list[list[int]](), Video.decode
+
+    def counted(self: Video, blobs: Any, outs: Any) -> None:
+        asked.append([len(blobs), *(i for i, out in enumerate(outs) if out is not None)])
+        decode(self, blobs, outs)
+
+    monkeypatch.setattr(Video, "decode", counted)
+    columns = {**COLUMNS, "text": gear.Column(str)}
+    at = gear.Window(at=[-0.9, -0.6, -0.1, 0.2], fps=10)
+    with gear.Table.create(
+        columns, max_steps=80, max_trajectories=2, memory=gear.Memory(payload="1MiB")
+    ) as table:
+        frames = clip(30, 150)
+        slot = table.add({"video": frames, "number": np.arange(30), "text": [f"step {i}" for i in range(30)]})
+        for pad, first in (("keep", torch.zeros(H, W, 3)), ("edge", frames[0])):
+            windows = {name: dataclasses.replace(at, pad=pad) for name in columns}  # type: ignore[type-var]
+            found = table.gather([slot, slot], [8, 28], windows=windows)
+            assert found["mask"].tolist() == [[False, True, True, True], [True] * 3 + [False]]
+            steps = [[0, 2, 7, 10], [19, 22, 27, 29]]
+            assert close(found["video"][0, 0], first)
+            assert all(
+                close(found["video"][i, j], frames[steps[i][j]]) for i in (0, 1) for j in range(i == 0, 4 - i)
+            )
+            assert found["text"][0][1:] == ["step 2", "step 7", "step 10"]
+        assert sorted(asked[:4]) == [[3, 2], [4, 3], [7, 3, 6], [8, 2, 7]]  # of groups of 8 frames
 
 
 def test_frames_are_kept_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,7 @@ def test_kinds_out_of_turn(shelf: Shelf) -> None:
         Kind.OPEN,
         Kind.FETCH,
         Kind.STORE,
+        Kind.LEARN,
         Kind.METADATA,
         Kind.UPDATE,
         Kind.PART,

@@ -1,0 +1,124 @@
+"""What writers of data sets have in common: trajectories one by one, and a place that is whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from gear_loader.errors import SchemaError, SourceError, StaleIndexError
+from gear_loader.sources.episodes import Columns, requested, select
+from gear_loader.storage.codecs import CHANNELS
+from gear_loader.storage.schema import Column
+from gear_loader.storage.table import Table
+from gear_loader.utils.paths import local_path
+
+NEXT = "next_"
+"""What the name of the observation after each step begins with."""
+
+
+class Trajectory(NamedTuple):
+    """What is written of a trajectory: its steps; values as those of `Table.__getitem__`, of columns that are kept
+    encoded lists of bytes; and values after the last step, by the names of their columns."""
+
+    length: int
+    values: dict[str, Any]
+    final: dict[str, Any]
+
+
+def chosen_columns(table: Table, columns: Columns) -> dict[str, str]:
+    """The columns to be written: {name there: name in the table}; None takes all.
+
+    Raises:
+        SchemaError: an unknown name, or a column of Python objects.
+    """
+    names = list(table.schema)
+    try:
+        chosen = select(requested(columns, names), names, "The table")
+    except SourceError as error:
+        raise SchemaError(str(error)) from None
+    for name in chosen.values():
+        column = table.schema[name]
+        if column.ragged is not None and column.ragged.kind == "object":
+            raise SchemaError(
+                f"Column {name!r} has Python objects, which other formats do not have; name others: columns=[...]."
+            )
+        if column.codec is not None and column.codec.name == "video":
+            raise SchemaError(
+                f"Column {name!r} is stored as video, which this format does not have; name others: columns=[...]."
+            )
+    return chosen
+
+
+def images_of(table: Table, chosen: Mapping[str, str]) -> frozenset[str]:
+    """The columns of encoded images that are written as they are, by their names there; none of a table with a disk
+    tier, which decodes them."""
+    if table._engine.has_tier:
+        return frozenset()
+    return frozenset(role for role, name in chosen.items() if _has_images(table.schema[name]))
+
+
+def _has_images(column: Column) -> bool:
+    return column.codec is not None and column.codec.name in CHANNELS
+
+
+def trajectories(table: Table, chosen: dict[str, str]) -> Iterator[Trajectory]:
+    """The table's trajectories, oldest first; those that are evicted or removed meanwhile are left out.
+
+    Args:
+        chosen: as of `chosen_columns`. Those of `images_of` stay encoded.
+
+    Raises:
+        SchemaError: a write-once column that a trajectory has no values of.
+    """
+    engine = table._engine
+    lengths = dict(zip(table.indices().tolist(), table.lengths().tolist(), strict=True))
+    finals = [(role, name) for role, name in chosen.items() if table.schema[name].final]
+    images = {chosen[role] for role in images_of(table, chosen)}
+    decoded = any(table.schema[name].codec is not None and name not in images for name in chosen.values())
+    for index in lengths:
+        try:
+            rows = engine.rows(index, encoded=bool(images))
+            if images and decoded and rows is not None:
+                rows = {**(engine.rows(index) or {}), **{name: rows[name] for name in images if name in rows}}
+            final = table.final(index) if finals else None
+        except StaleIndexError:
+            continue
+        assert rows is not None
+        if missing := [name for name in chosen.values() if name not in rows]:
+            raise SchemaError(
+                f"Trajectory {index} has no values of the write-once columns {missing}; fill them, or name other "
+                "columns. Nothing was written."
+            )
+        stepped = [name for name in rows if not table.schema[name].trajectory]
+        length = len(rows[stepped[0]]) if stepped else lengths[index]
+        values = {role: rows[name] for role, name in chosen.items()}
+        yield Trajectory(length, values, {role: final[name] for role, name in finals} if final else {})
+
+
+@contextlib.contextmanager
+def new_place(place: str) -> Iterator[str]:
+    """A path beside `place` to write to, which is moved there in the end, or removed after an error.
+
+    Raises:
+        SchemaError: there is something at `place` already.
+    """
+    path = local_path(place, SchemaError)
+    if os.path.lexists(path):
+        raise SchemaError(f"{path!r} is there already; expected a place for a new data set. Remove it first.")
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    partial = f"{path.rstrip(os.sep)}.partial-{secrets.token_hex(4)}"
+    try:
+        yield partial
+        if os.path.lexists(path):
+            raise SchemaError(f"{path!r} was made meanwhile; expected a place for a new data set.")
+        os.rename(partial, path)
+    finally:
+        if os.path.isdir(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)

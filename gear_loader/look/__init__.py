@@ -1,0 +1,1 @@
+"""What is in a table, for people: `gear-loader look`."""

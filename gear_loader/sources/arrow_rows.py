@@ -1,0 +1,278 @@
+"""Rows of Arrow from files, tables and data sets, in batches of bounded size; any number of times."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from gear_loader.errors import SourceError
+from gear_loader.sources._optional import require
+from gear_loader.sources.episodes import describe
+from gear_loader.utils.paths import local_path
+
+READ_BYTES = 32 * 2**20
+"""Bytes of rows that are read at once, about, but at least one row."""
+_MOST_ROWS = 2**16
+_PURPOSE = "Reading Parquet, Arrow, data frames or data sets of Hugging Face"
+
+
+class Rows:
+    """Rows of a schema.
+
+    Attributes:
+        source: name in errors. schema: Arrow's.
+    """
+
+    def __init__(self, source: str, schema: Any) -> None:
+        self.source, self.schema = source, schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        """Record batches with these top-level columns, in the order of rows.
+
+        Raises:
+            SourceError: the data cannot be read.
+        """
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def readable(source: str) -> Iterator[None]:
+    """Turn what Arrow raises into a SourceError."""
+    pa = require("pyarrow", _PURPOSE)
+    try:
+        yield
+    except SourceError:
+        raise
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        KeyError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        OverflowError,
+    ) as error:
+        raise SourceError(
+            f"{source} cannot be read: {type(error).__name__}: {error}. It is damaged, or was not written to its end: "
+            "fetch or write it again."
+        ) from error
+
+
+def _watched(source: str, batches: Iterable[Any]) -> Iterator[Any]:
+    with readable(source):
+        yield from batches
+
+
+def files_of(pattern: Any, suffixes: tuple[str, ...]) -> list[str]:
+    """The files of a path, in the order of their names: of a pattern, or those in a directory and below.
+
+    Raises:
+        SourceError: there is none.
+    """
+    path = local_path(pattern, SourceError)
+    if os.path.isfile(path):
+        return [path]
+    ends = [f"**/*{suffix}" for suffix in suffixes]
+    patterns = [os.path.join(glob.escape(path), end) for end in ends] if os.path.isdir(path) else [path]
+    found = sorted({each for pattern in patterns for each in glob.glob(pattern, recursive=True)})
+    found = [each for each in found if os.path.isfile(each)]
+    if not found:
+        raise SourceError(
+            f"{path!r} names no file; expected a file, a pattern such as 'data/*{suffixes[0]}', or a directory with "
+            f"files {' or '.join(suffixes)}."
+        )
+    return found
+
+
+class FileRows(Rows):
+    """Rows of files of one schema, one after another.
+
+    Args:
+        open_schema: returns the schema of a file. read: yields the batches of a file with some columns.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        open_schema: Callable[[str], Any],
+        read: Callable[[str, Sequence[str]], Iterator[Any]],
+    ) -> None:
+        self._paths, self._read = list(paths), read
+        schemas = []
+        for path in self._paths:
+            with readable(f"The file {path!r}"):
+                schemas.append(open_schema(path))
+        first = schemas[0]
+        for path, schema in zip(self._paths, schemas, strict=True):
+            if not schema.equals(first):
+                differing = [f for f in schema if f not in list(first)] + [
+                    f for f in first if f not in list(schema)
+                ]
+                raise SourceError(
+                    f"The file {path!r} has other columns than {self._paths[0]!r}; expected the same. The first that "
+                    f"differs: {differing[0] if differing else 'their order'}."
+                )
+        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+        super().__init__(f"The file {self._paths[0]!r}{more}", first)
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        for path in self._paths:
+            yield from _watched(f"The file {path!r}", self._read(path, columns))
+
+
+def parquet_rows(pattern: Any) -> Rows:
+    """Rows of Parquet files."""
+    parquet = require("pyarrow.parquet", _PURPOSE)
+
+    def texts(path: str) -> list[str]:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema
+            each = [schema.column(i) for i in range(len(schema))]
+            return [leaf.path for leaf in each if leaf.physical_type == "BYTE_ARRAY"]
+
+    def read(path: str, columns: Sequence[str]) -> Iterator[Any]:
+        # An entry of a dictionary may be large, and often repeated: it stays one.
+        with parquet.ParquetFile(path, read_dictionary=texts(path)) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
+            size = max(1, min(_MOST_ROWS, int(READ_BYTES / max(row, 1.0))))
+            options = {"batch_size": size, "columns": list(columns), "use_threads": False}
+            for number in range(len(groups)):  # each has its own dictionary
+                yield from file.iter_batches(row_groups=[number], **options)
+
+    def schema(path: str) -> Any:
+        with parquet.ParquetFile(path) as file:
+            return file.schema_arrow
+
+    return FileRows(files_of(pattern, (".parquet", ".pq")), schema, read)
+
+
+def arrow_rows(pattern: Any) -> Rows:
+    """Rows of files of Arrow's IPC format (Feather), of either kind: with an index, or a stream."""
+    pa = require("pyarrow", _PURPOSE)
+    ipc = require("pyarrow.ipc", _PURPOSE)
+
+    def opened(path: str, stack: contextlib.ExitStack, columns: Sequence[str] | None) -> Any:
+        memory = stack.enter_context(pa.memory_map(path))
+        magic = memory.read(6)
+        memory.seek(0)
+        options = ipc.IpcReadOptions()
+        kind = ipc.open_file if magic == b"ARROW1" else ipc.open_stream
+        reader = stack.enter_context(kind(memory, options=options))
+        if columns is not None:
+            chosen = [i for i, name in enumerate(reader.schema.names) if name in columns]
+            if len(chosen) < len(reader.schema.names):
+                memory.seek(0)
+                options.included_fields = chosen
+                reader = stack.enter_context(kind(memory, options=options))
+        return reader
+
+    def read(path: str, columns: Sequence[str]) -> Iterator[Any]:
+        with contextlib.ExitStack() as stack:
+            reader = opened(path, stack, columns)
+            numbers = range(reader.num_record_batches) if hasattr(reader, "num_record_batches") else None
+            found = map(reader.get_batch, numbers) if numbers is not None else iter(reader)
+            for batch in found:
+                batch.validate(full=True)  # offsets that lead out of the file, text that is none
+                yield from _cut(batch.select(list(columns)))
+
+    def schema(path: str) -> Any:
+        with contextlib.ExitStack() as stack:
+            return opened(path, stack, None).schema
+
+    return FileRows(files_of(pattern, (".arrow", ".feather", ".ipc")), schema, read)
+
+
+def _cut(batch: Any) -> Iterator[Any]:
+    """A batch in pieces of about `READ_BYTES`: views."""
+    count = len(batch)
+    size = max(1, min(_MOST_ROWS, int(READ_BYTES * count / max(batch.nbytes, 1))))
+    for first in range(0, count, size):
+        yield batch.slice(first, size)
+
+
+class MemoryRows(Rows):
+    """Rows of an Arrow table in memory."""
+
+    def __init__(self, source: str, table: Any) -> None:
+        super().__init__(source, table.schema)
+        self._table = table
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        with readable(self.source):
+            for batch in self._table.select(list(columns)).to_batches(max_chunksize=_MOST_ROWS):
+                yield from _cut(batch)
+
+
+class DatasetRows(Rows):
+    """Rows of a data set of Hugging Face, with images in it; those that are files of their own are read."""
+
+    def __init__(self, source: str, dataset: Any) -> None:
+        with readable(source):
+            if dataset.features is None:
+                dataset = dataset._resolve_features()
+            super().__init__(source, dataset.features.arrow_schema)
+        self._dataset = dataset
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        embed = require("datasets.table", _PURPOSE).embed_table_storage
+        images = [name for name in columns if _is_image(self._dataset.features[name])]
+        arrow = self._dataset.select_columns(list(columns)).with_format("arrow")
+        size = 16 if images else 1024
+        for table in _watched(self.source, arrow.iter(batch_size=size)):
+            with readable(self.source):
+                table = embed(table) if images else table
+                for batch in table.combine_chunks().to_batches():
+                    yield from _cut(batch)
+
+
+def _is_image(feature: Any) -> bool:
+    return type(feature).__name__ == "Image"
+
+
+class RayRows(Rows):
+    """Rows of a data set of Ray Data."""
+
+    def __init__(self, source: str, dataset: Any) -> None:
+        with readable(source):
+            super().__init__(source, dataset.schema().base_schema)
+        self._dataset = dataset
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        chosen = self._dataset.select_columns(list(columns))
+        for table in _watched(self.source, chosen.iter_batches(batch_format="pyarrow", batch_size=4096)):
+            for batch in table.combine_chunks().to_batches():
+                yield from _cut(batch)
+
+
+def object_rows(source: Any) -> Rows:
+    """Rows of a table in memory, a data frame, or a data set of Hugging Face or Ray Data.
+
+    Raises:
+        SourceError: it is none of these.
+    """
+    pa = require("pyarrow", _PURPOSE)
+    name = f"The {type(source).__module__.partition('.')[0]} {type(source).__name__}"
+    if isinstance(source, Rows):
+        return source
+    if isinstance(source, pa.RecordBatch):
+        source = pa.Table.from_batches([source])
+    if isinstance(source, pa.Table):
+        return MemoryRows("The Arrow table", source)
+    if all(hasattr(source, each) for each in ("features", "with_format", "iter")):
+        return DatasetRows(name, source)
+    if all(hasattr(source, each) for each in ("iter_batches", "select_columns", "schema")):
+        return RayRows(name, source)
+    with readable(name):
+        if hasattr(source, "to_arrow"):  # polars
+            return MemoryRows(name, source.to_arrow())
+        if all(hasattr(source, each) for each in ("columns", "iloc", "dtypes")):  # pandas
+            return MemoryRows(name, pa.Table.from_pandas(source, preserve_index=False))
+    raise SourceError(
+        f"{describe(source)} was received; expected an Arrow table, a data frame of pandas or polars, or a data set of "
+        "Hugging Face or Ray Data."
+    )

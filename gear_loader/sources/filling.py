@@ -1,0 +1,167 @@
+"""Filling a table with the episodes of a reader."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SchemaError, SourceError
+from gear_loader.sources.episodes import Episode, EpisodeReader
+from gear_loader.sources.fitting import fitted_episodes
+from gear_loader.storage.incoming import checked_priorities, with_final
+from gear_loader.storage.ragged import Ragged
+from gear_loader.storage.statistics import StatisticsOf
+from gear_loader.storage.table import Table
+from gear_loader.utils.progress import progress_bar
+
+
+@dataclasses.dataclass
+class Filling:
+    """A table to be filled.
+
+    Attributes:
+        table, reader: of which `check_fit` has approved. lengths: of the reader's first episodes, which are added.
+        priority: of each. progress: whether to show a bar. statistics: whether to gather them.
+        first: episodes that the table has already.
+        piece: bytes added at once; None: all. added: episodes that the table has by now.
+    """
+
+    table: Table
+    reader: EpisodeReader
+    lengths: np.ndarray
+    priority: float
+    progress: bool
+    statistics: bool
+    first: int = 0
+    piece: int | None = None
+    added: int = 0
+
+    def all_or_none(self) -> Table:
+        """Add all episodes; if that fails, remove those that were added."""
+        table, total = self.table, int(self.lengths.sum())
+        evicts = table.on_full in ("evict_oldest", "evict_lowest_priority")
+        if self.piece is not None and evicts and not self._is_one_piece(total):
+            with progress_bar("Checking", total, unit="steps", enabled=self.progress) as (advance, _):
+                for _episode in advancing(fitted_episodes(self.reader, table), self.lengths, advance):
+                    pass
+        added: list[np.ndarray] = []
+        try:
+            for slots in self.pieces():
+                added.append(slots)
+        except BaseException:
+            if added:
+                # Skip trajectories that a later piece evicted. A reused index belongs to this load, too.
+                mine = np.unique(np.concatenate(added))
+                table.remove(mine[np.isin(mine, table.indices())])
+            raise
+        return table
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Add the episodes piece by piece; yields the indices of each."""
+        table, reader = self.table, self.reader
+        gathered = StatisticsOf(table.schema.added) if self.statistics else None
+        self.added = self.first
+        total = int(self.lengths.sum())
+        with progress_bar("Loading", total, unit="steps", enabled=self.progress) as (advance, _):
+            episodes = advancing(fitted_episodes(reader, table), self.lengths, advance)
+            for piece in self._cut(itertools.islice(episodes, self.first)):
+                if gathered is not None:
+                    gathered.add(piece)
+            for piece in self._cut(episodes):
+                with in_source(reader, self.added):
+                    slots = _add(table, piece, self.priority)
+                self.added += len(piece)
+                if gathered is not None:
+                    gathered.add(piece)
+                yield slots
+        if gathered is not None:
+            table._engine.statistics = gathered.result()
+
+    def _is_one_piece(self, steps: int) -> bool:
+        """Whether so many steps are known to be added at once."""
+        step_bytes = sum(column.step_bytes for column in self.table.schema.values())
+        return not self.table.schema.ragged and steps * step_bytes <= (self.piece or 0)
+
+    def _cut(self, episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
+        """Episodes in pieces of at most `piece` bytes, but at least one episode."""
+        most, ragged = self.table._engine.region.layout.payload, list(self.table.schema.ragged)
+        piece: list[Episode] = []
+        taken = 0
+        for episode in episodes:
+            long = sum(_size(episode[name]) for name in ragged if name in episode)
+            if long > most and self.piece is not None:  # before a copy of them is made
+                raise SourceError(
+                    f"{self.reader.source}: an episode has {long:,} bytes of values of any length; the table has "
+                    f"{most:,} for those of all. Give it more: payload=, or Memory(payload=)."
+                )
+            size = 0 if self.piece is None else sum(map(_size, episode.values()))
+            if piece and self.piece is not None and taken + size > self.piece:
+                yield piece
+                piece, taken = [], 0
+            piece.append(episode)
+            taken += size
+            del episode
+        if piece:
+            yield piece
+
+
+def first_missing(table: Table, reader: EpisodeReader, lengths: np.ndarray) -> int:
+    """How many of a reader's first episodes a table has been given, if it was given nothing else.
+
+    Raises:
+        SourceError: it holds other trajectories.
+    """
+    slots = table.indices()
+    given = table.stats().num_inserted
+    numbers = table._engine.index.arrays.sequence[slots]
+    numbers = numbers - numbers.max(initial=-1) + given - 1
+    fits = given <= len(lengths) and len(numbers) == len(table) and bool((numbers >= 0).all())
+    if not fits or not np.array_equal(lengths[numbers], table.lengths()):
+        raise SourceError(
+            f"resume=True was given, and the table, to which {given:,} trajectories were added, holds others than the "
+            f"first of {len(lengths):,} of {reader.source}; expected a table that was loaded from it alone."
+        )
+    return int(given)
+
+
+@contextlib.contextmanager
+def in_source(reader: EpisodeReader, first: int) -> Iterator[None]:
+    """Turn what a table refuses of the episodes from `first` on into a SourceError."""
+    try:
+        yield
+    except SchemaError as error:
+        raise SourceError(f"{reader.source}, counted from episode {first}: {error}") from error
+
+
+def _add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
+    """`Table.extend`, with the final values of episodes that have them."""
+    finals = np.array([bool(episode.final) for episode in episodes], dtype=np.int64)
+    if not finals.any():
+        return table.extend(list(map(dict, episodes)), priority=priority)
+    schema = table.schema.added
+    rows = [with_final(schema, each, each.final) if each.final else dict(each) for each in episodes]
+    return table._engine.store(rows, checked_priorities(priority, len(rows)), finals=finals)
+
+
+def _size(values: Any) -> int:
+    """Bytes of the values of a column, about."""
+    if isinstance(values, (np.ndarray, torch.Tensor)):
+        return int(values.nbytes)
+    if isinstance(values, Ragged):
+        return int(values.values.nbytes + values.offsets.nbytes)
+    if isinstance(values, (list, tuple)):
+        return sum(map(_size, values))
+    return len(values) if isinstance(values, (str, bytes)) else 64
+
+
+def advancing(episodes: Iterator[Any], lengths: np.ndarray, advance: Callable[[int], None]) -> Iterator[Any]:
+    """As many episodes as there are lengths; `advance` is called with each."""
+    for length, episode in zip(lengths.tolist(), episodes, strict=False):
+        advance(length)
+        yield episode

@@ -1,0 +1,90 @@
+"""A table that is being filled by a thread in the background (`Loading`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+from gear_loader.errors import SourceError
+from gear_loader.utils.background import background_thread
+
+_logger = logging.getLogger("gear_loader")
+
+
+class Loading:
+    """A thread that fills a table: `Table.loading`, after ``load_dataset(..., wait=False)``.
+
+    Trajectories can be drawn as soon as they are added, in pieces of about 16 MiB. After an error, or a `cancel`, the
+    table keeps what was added; ``load_dataset(..., table, resume=True)`` goes on, in another process too.
+
+    Attributes:
+        source: what is loaded. num_trajectories, num_steps: those of the source, all together.
+        num_loaded: trajectories of it that the table has been given so far.
+    """
+
+    def __init__(self, source: str, num_trajectories: int, num_steps: int, pieces: Iterator[int]) -> None:
+        """`pieces` adds trajectories, and yields how many of the source there are so far."""
+        self.source, self.num_trajectories, self.num_steps = source, num_trajectories, num_steps
+        self.num_loaded = 0
+        self._stopped, self._ended = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._pid = os.getpid()
+        self._thread = background_thread(self._run, "gear-loader-loading", args=(pieces,), stop=self._stop)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the thread has ended: all is loaded, it was cancelled, or it failed."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all is loaded, or cancelled.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            SourceError, TableFullError and others as `gear_loader.sources.load`: what ended the loading. It comes out
+                here, and is logged when it occurs.
+            TimeoutError: it goes on.
+        """
+        if os.getpid() != self._pid:
+            raise SourceError("The table is loaded by another process; expected wait() in that one.")
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self!r} is not complete after {timeout} seconds; it goes on.")
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Stop after the piece that is being added, and wait for that."""
+        self._stop()
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._ended.wait()
+
+    def _stop(self) -> None:
+        self._stopped.set()
+
+    def __repr__(self) -> str:
+        state = "loading"
+        if self.done:
+            whole = self.num_loaded == self.num_trajectories
+            state = "failed" if self._error is not None else "loaded" if whole else "cancelled"
+        return f"<{self.source}: {state}, {self.num_loaded:,} of {self.num_trajectories:,} trajectories>"
+
+    def _run(self, pieces: Iterator[int]) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # out of the way of training
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            for self.num_loaded in pieces:
+                if self._stopped.is_set():
+                    break
+        except BaseException as error:
+            self._error = error
+            _logger.error(
+                "Loading ended after %s trajectories of %s: %s", self.num_loaded, self.source, error
+            )
+        finally:
+            self._ended.set()

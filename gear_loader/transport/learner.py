@@ -1,0 +1,375 @@
+"""What a server does for a learner on another machine: a dataset over its table, and calls that run once, in order."""
+
+from __future__ import annotations
+
+import collections
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from gear_loader.collection.windows import expand, has_whole
+from gear_loader.dataset import ReplayDataset
+from gear_loader.dataset.options import Prefetch, Ranks
+from gear_loader.dataset.origin import Origin
+from gear_loader.errors import GearError, RateLimitError, SchemaError, TableEmptyError, TransportError
+from gear_loader.selection.step_budget import Steps
+from gear_loader.storage.table import Table
+from gear_loader.transport.access import refusal
+from gear_loader.transport.learner_options import options_from_json
+from gear_loader.transport.message_schema import kind_of, shown
+from gear_loader.transport.trees import TreeWriter, read_tree
+from gear_loader.transport.wire import Kind, ProtocolError, pack_error
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import at_least
+from gear_loader.utils.waiting import Interrupted, interruptible, limited
+
+_MOST_KEEP = 1024  # batches that a dataset of a learner keeps
+_LEAST = 0.01  # seconds of an attempt to draw
+
+
+class LearnerCall(NamedTuple):
+    """A call of a learner: its number, from 1 on; what it has received of the answers; what it calls, and with what."""
+
+    number: int
+    received: int
+    name: str
+    options: dict[str, Any]
+    values: Any
+
+
+class LearnerAnswer(NamedTuple):
+    """An answer: the number of its call, its kind, its small part, and its bulk part in pieces."""
+
+    number: int
+    kind: Kind
+    small: bytes
+    parts: list[Any]
+    size: int
+
+
+class _Served:
+    """A table whose priorities of trajectories all of its learners share."""
+
+    def __init__(self, table: Table, *, shares: bool) -> None:
+        self._table, self._shares = table, shares
+
+    def origin(self, ranks: Ranks) -> Origin:
+        return _ServedOrigin(self._table, ranks) if self._shares else Origin(self._table, ranks)
+
+
+class _ServedOrigin(Origin):
+    is_shared = True
+
+
+class Learner:
+    """Executes the calls of one learner, and keeps the answers until they have arrived.
+
+    Args:
+        table: to draw from. options: of its dataset, as JSON; None for a learner that chooses rows itself.
+        allow: as for `Server`. most_bytes: of a batch. wait: seconds that a draw waits for trajectories.
+
+    Attributes:
+        executed: number of the last executed call.
+        owner: the connection that it belongs to; None while its learner is away.
+        left_at: `time.monotonic` since then.
+
+    Raises:
+        SchemaError: options that are invalid for the table. TransportError: invalid options.
+    """
+
+    def __init__(self, table: Table, options: Any, *, allow: str, most_bytes: int, wait: float) -> None:
+        self._table = table
+        self._allow = allow
+        self._most_bytes = most_bytes
+        self._wait = wait
+        self._dataset: ReplayDataset | None = None
+        self._batches: Iterator[Any] | None = None
+        self._at: tuple[int, int, int] | None = (
+            None  # epoch, step and batches of iterations before, of the next batch
+        )
+        self._answers: collections.deque[LearnerAnswer] = collections.deque()
+        self.executed = 0
+        self.owner: object | None = None
+        self.left_at = time.monotonic()
+        self._turn = threading.Lock()
+        self._trees = TreeWriter()
+        if not isinstance(options, dict) or not {"dataset", "at"}.issuperset(options):
+            raise TransportError(
+                f"The options of a learner are {kind_of(options)}; expected a dataset's and its place."
+            )
+        if options.get("dataset") is not None:
+            self._dataset = self._made(options_from_json(options["dataset"]))
+            self._at = _place(options.get("at"))
+            if (
+                self._at is not None and self._dataset.batch_size == 0
+            ):  # of `Steps`: each depends on those before
+                epoch, skipped, past = self._at
+                self._start(epoch, 0, past)
+                for _ in range(skipped):
+                    self._next({}, None)
+
+    def _made(self, options: dict[str, Any]) -> ReplayDataset:
+        keep = options.pop("keep", 2)
+        if at_least("keep", keep) > _MOST_KEEP:
+            raise SchemaError(f"{keep:,} batches are to be kept; expected at most {_MOST_KEEP:,}.")
+        sampler = options.get("sampler")
+        shares = sampler is not None and sampler.by_priority and sampler.unit == "trajectory"
+        source: Any = _Served(self._table, shares=shares)
+        missing = {"batch_size", "windows"} - set(options)
+        if missing:
+            raise TransportError(f"The options of a dataset lack {sorted(missing)}.")
+        dataset = ReplayDataset(source, device="cpu", prefetch=Prefetch(0, keep=keep), **options)
+        self._check_size(dataset, options["batch_size"])
+        return dataset
+
+    def _check_size(self, dataset: ReplayDataset, batch_size: Any) -> None:
+        """Refuse batches that would take more memory than one learner may have."""
+        schema = self._table.schema
+        windows = expand(schema, dataset.windows)[0]
+        steps = batch_size.max_steps if isinstance(batch_size, Steps) else 0
+        average = -(-self._table.num_steps // max(1, len(self._table)))
+        size = 0
+        for name, window in windows.items():
+            column = schema[window.column or name]
+            length = 1 if column.trajectory else average if has_whole(dataset.windows) else window.length
+            rows = steps if steps and not column.trajectory else dataset.batch_size * length
+            size += rows * column.step_bytes
+        if size > self._most_bytes:
+            raise SchemaError(
+                f"Batches of about {size:,} bytes were asked for; this server sends at most {self._most_bytes:,} at a "
+                "time. Ask for fewer rows."
+            )
+
+    def described(self) -> dict[str, Any]:
+        """What the learner is told of its dataset."""
+        return {} if self._dataset is None else {"config": self._dataset._config()}
+
+    # ---------------------------------------------------------------- calls
+
+    def begin(self, first: int) -> None:
+        """Begin with this call, of a learner that an earlier server has served."""
+        self.executed = first - 1
+
+    @staticmethod
+    def read(number: int, received: int, text: bytes, data: Array) -> LearnerCall:
+        """The call of a message from an untrusted source.
+
+        Raises:
+            ProtocolError: invalid.
+        """
+        try:
+            name, options, tree = json.loads(text)
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(
+                f"A call of a learner is no JSON of a name, options and a tree ({error})."
+            ) from None
+        if not isinstance(name, str) or not isinstance(options, dict):
+            raise ProtocolError(
+                f"A call of a learner is {shown(str(text[:100]))}; expected a name, options and a tree."
+            )
+        return LearnerCall(number, received, name, options, read_tree(tree, data))
+
+    def execute(self, owner: object, call: LearnerCall) -> LearnerAnswer | None:
+        """Execute a call, or find the answer of one that was executed; None if another connection took the learner.
+
+        Raises:
+            ProtocolError: calls are missing between this one and the one before.
+        """
+        with self._turn:
+            if self.owner is not owner:
+                return None
+            while self._answers and self._answers[0].number <= call.received:
+                self._answers.popleft()
+            if call.number <= self.executed:
+                found = next((each for each in self._answers if each.number == call.number), None)
+                if found is None:
+                    raise ProtocolError(f"Call {call.number:,} came again, whose answer had arrived.")
+                return found
+            if call.number != self.executed + 1:
+                raise ProtocolError(f"Call {call.number:,} came after call {self.executed:,}.")
+            answer = self._answered(call)
+            if answer is not None:
+                self.executed = call.number
+                self._answers.append(answer)
+            return answer
+
+    def forget(self, received: int) -> None:
+        """Forget the answers that have arrived."""
+        with self._turn:
+            while self._answers and self._answers[0].number <= received:
+                self._answers.popleft()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the answers that have not arrived."""
+        return sum(each.size for each in self._answers)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest of them."""
+        return max((each.size for each in self._answers), default=0)
+
+    def _answered(self, call: LearnerCall) -> LearnerAnswer | None:
+        owner = self.owner
+        work: Callable[..., Any] | None = _CALLS.get(call.name)
+        try:
+            if work is None:
+                raise TransportError(
+                    f"A server was asked for {shown(call.name)}; expected one of {sorted(_CALLS)}."
+                )
+            with interruptible(lambda: self.owner is not owner):
+                tree = self._trees.pack(work(self, call.options, call.values))
+            if tree.size > self._most_bytes:
+                raise TransportError(
+                    f"An answer of {tree.size:,} bytes was asked for; this server sends at most "
+                    f"{self._most_bytes:,} at a time. Ask for fewer rows."
+                )
+        except Interrupted:  # the connection is lost: another one asks again
+            self._batches = None
+            return None
+        except GearError as error:
+            return LearnerAnswer(call.number, Kind.ERROR, pack_error(error), [], 0)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            wrong = TransportError(f"A call {shown(call.name)} is invalid ({type(error).__name__}: {error}).")
+            return LearnerAnswer(call.number, Kind.ERROR, pack_error(wrong), [], 0)
+        return LearnerAnswer(call.number, Kind.ANSWER, tree.text, tree.parts, tree.size)
+
+    def _own(self) -> ReplayDataset:
+        if self._dataset is None:
+            raise TransportError("A learner without a dataset asked for a batch.")
+        return self._dataset
+
+    # ---------------------------------------------------------------- batches
+
+    def _iterate(self, given: Mapping[str, Any], _: Any) -> None:
+        """Begin an iteration at a batch of an epoch."""
+        epoch, step, past = (at_least(name, given[name], least=0) for name in ("epoch", "step", "past"))
+        self._start(epoch, step, past)
+
+    def _start(self, epoch: int, step: int, past: int) -> None:
+        dataset = self._own()
+        if self._batches is not None:
+            self._batches.close()  # type: ignore[attr-defined]
+            self._batches = None
+        position = {"epoch": epoch, "before": 0, "step": step, "past": past}
+        dataset._position.load_state_dict({**dataset._position.state_dict(), **position})
+        self._at = epoch, step, past
+        self._batches = iter(dataset)
+
+    def _next(self, _: Mapping[str, Any], __: Any) -> Any:
+        """The next batch; None at the end of the epoch."""
+        deadline = time.monotonic() + self._wait
+        while True:
+            if self._at is None:
+                raise TransportError("A learner asked for a batch before it began an iteration.")
+            if self._batches is None:
+                self._start(*self._at)
+            assert self._batches is not None
+            try:
+                with limited(max(_LEAST, deadline - time.monotonic())):
+                    batch = next(self._batches, None)
+            except (RateLimitError, TableEmptyError):
+                if time.monotonic() > deadline:
+                    raise
+                self._start(*self._at)
+                continue
+            epoch, step, past = self._at
+            self._at = epoch, step + 1, past
+            return batch
+
+    def _sample(self, given: Mapping[str, Any], _: Any) -> Any:
+        """A batch of `ReplayDataset.sample`, and the number of drawn items."""
+        dataset = self._own()
+        size = None if given["batch_size"] is None else at_least("batch_size", given["batch_size"])
+        if size is not None:
+            self._check_size(dataset, size)
+        items = at_least("items", given["items"], least=0)
+        dataset.seek_sample(at_least("number", given["number"], least=0), items, stream=given["stream"])
+        deadline = time.monotonic() + self._wait
+        while True:
+            try:
+                with limited(max(_LEAST, deadline - time.monotonic())):
+                    batch = dataset.sample(size)
+                return {"batch": batch, "items": dataset._position.sampled_items - items}
+            except (RateLimitError, TableEmptyError):
+                if time.monotonic() > deadline:
+                    raise
+
+    # ---------------------------------------------------------------- priorities and states
+
+    def _update(self, given: Mapping[str, Any], values: Any) -> None:
+        dataset = self._own()
+        if dataset.sampler.unit == "trajectory" and (why := refusal(self._allow, Kind.UPDATE)):
+            raise TransportError(why)
+        rows = {name: values.get(name) for name in ("generation", "anchor")}
+        dataset.update_priority(values["index"], values["priority"], **rows, stale=given["stale"])
+
+    def _state(self, given: Mapping[str, Any], _: Any) -> Any:
+        return self._own()._selection_state()
+
+    def _load(self, _: Mapping[str, Any], values: Any) -> None:
+        self._batches = self._at = None
+        self._own()._load_selection(values)
+
+    def _attribute(self, given: Mapping[str, Any], _: Any) -> Any:
+        dataset, name = self._own(), given["name"]
+        if name == "length":
+            return len(dataset)
+        if name == "stats":
+            return dataset.stats()
+        if name == "quantiles":
+            return dataset.priority_quantiles(given["shares"])
+        if name == "num_stale":
+            return dataset.num_stale
+        raise TransportError(f"A server was asked for {shown(name)} of a dataset, which it does not tell.")
+
+    # ---------------------------------------------------------------- rows that the learner chooses
+
+    def _item(self, given: Mapping[str, Any], _: Any) -> Any:
+        return self._table[at_least("index", given["index"], least=0)]
+
+    def _final(self, given: Mapping[str, Any], _: Any) -> Any:
+        return self._table.final(at_least("index", given["index"], least=0))
+
+    def _gather(self, given: Mapping[str, Any], values: Any) -> Any:
+        windows = options_from_json({"windows": given["windows"]})["windows"]
+        return self._table.gather(values["index"], values.get("anchor"), windows=windows)
+
+    def _rows(self, _: Mapping[str, Any], __: Any) -> Any:
+        return {"indices": self._table.indices(), "lengths": self._table.lengths()}
+
+    def close(self) -> None:
+        """End the iteration; a draw that waits ends soon."""
+        self.owner = None
+        with self._turn:
+            if self._dataset is not None:
+                self._dataset.close()
+            self._answers.clear()
+            self._batches = self._dataset = None
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "iterate": Learner._iterate,
+    "next": Learner._next,
+    "sample": Learner._sample,
+    "update": Learner._update,
+    "state": Learner._state,
+    "load": Learner._load,
+    "attribute": Learner._attribute,
+    "item": Learner._item,
+    "final": Learner._final,
+    "gather": Learner._gather,
+    "rows": Learner._rows,
+}
+
+
+def _place(at: Any) -> tuple[int, int, int] | None:
+    """The place of an iteration in a message."""
+    if at is None:
+        return None
+    if not isinstance(at, list) or len(at) != 3:
+        raise TransportError(f"The place of an iteration is {kind_of(at)}; expected three numbers.")
+    epoch, step, past = (at_least("the place of an iteration", each, least=0) for each in at)
+    return epoch, step, past

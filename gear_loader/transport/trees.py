@@ -1,0 +1,187 @@
+"""Trees of values in messages: JSON, beside which the bytes of their tensors lie.
+
+A tensor is ``{"t": [dtype, shape, offset]}``, a mapping ``{"d": {...}}``, a `Batch` ``{"b": {...}}``, and a `Ragged`
+``{"r": [values, offsets, shape]}``; lists, numbers, text, booleans and None are themselves. Tensors begin at multiples
+of 128 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.collection.batches import Batch
+from gear_loader.errors import SchemaError
+from gear_loader.storage.dtypes import dtype_names, torch_dtypes
+from gear_loader.storage.ragged import Ragged
+from gear_loader.transport.message_schema import padding, round_up
+from gear_loader.transport.wire import ProtocolError
+from gear_loader.utils.arrays import Array
+
+MOST_TREE = 1 << 20
+"""Most bytes of the JSON of a tree."""
+_MOST_DEPTH = 16
+_JOINED = 1 << 16  # most bytes of tensors that are copied into one piece: fewer calls take less
+
+
+class PackedTree:
+    """A tree as bytes.
+
+    Attributes:
+        text: its JSON. parts: bytes of the tensors and of the padding between them. size: bytes of all parts.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.parts: list[Any] = []
+        self.size = 0
+        self._places: dict[
+            int, tuple[Any, dict[str, Any]]
+        ] = {}  # a tensor that is in the tree twice is sent once
+        self.text = json.dumps(self._node(tree), separators=(",", ":")).encode()
+        if len(self.text) > MOST_TREE:
+            raise SchemaError(
+                f"A message with {len(self.text):,} bytes of JSON was to be sent; expected at most {MOST_TREE:,}."
+            )
+        if self.size <= _JOINED and len(self.parts) > 1:
+            self.parts = [b"".join(self.parts)]
+
+    def _node(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, Mapping):
+            kind = "b" if isinstance(value, Batch) else "d"
+            return {kind: {str(key): self._node(each) for key, each in value.items()}}
+        if isinstance(value, Ragged):
+            return {"r": [self._tensor(value.values), self._tensor(value.offsets), list(value.shape)]}
+        if isinstance(value, np.ndarray):
+            return self._tensor(torch.from_numpy(np.ascontiguousarray(value)))
+        if isinstance(value, (list, tuple)):
+            return [self._node(each) for each in value]
+        if isinstance(value, np.generic):
+            return value.item()
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise SchemaError(
+            f"A value of type {type(value).__name__} was to be sent; expected tensors, numbers and text."
+        )
+
+    def _tensor(self, tensor: torch.Tensor) -> dict[str, Any]:
+        known = self._places.get(id(tensor))
+        if known is not None:
+            return known[1]
+        flat = tensor.detach().cpu().contiguous()
+        node = {"t": [dtype_names()[tensor.dtype], list(tensor.shape), self.size]}
+        self._places[id(tensor)] = tensor, node
+        size = flat.numel() * flat.element_size()
+        if size:
+            self.parts.append(flat.reshape(-1).view(torch.uint8).numpy().data)
+            if more := padding(size):
+                self.parts.append(more)
+            self.size += round_up(size)
+        return node
+
+
+class TreeWriter:
+    """Packs trees, of which most are batches of the same tensors; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, bytes, list[bytes], int] = ((), b"", [], 0)
+
+    def pack(self, tree: Any) -> PackedTree:
+        """The tree as bytes; its tensors are not to change before they are sent."""
+        if type(tree) is not Batch:
+            return PackedTree(tree)
+        try:
+            kinds = [(key, value.dtype, value.shape) for key, value in tree.items()]
+        except AttributeError:  # not of tensors alone
+            return PackedTree(tree)
+        known, text, gaps, size = self._known
+        if kinds != known:
+            made = PackedTree(tree)
+            if all(map(_is_plain, tree.values())) and len(set(map(id, tree.values()))) == len(tree):
+                gaps = [padding(value.nbytes) for value in tree.values()]
+                self._known = kinds, made.text, gaps, made.size
+            return made
+        packed = PackedTree.__new__(PackedTree)
+        packed.text, packed.size = text, size
+        parts: list[Any] = []
+        for value, gap in zip(tree.values(), gaps, strict=True):
+            if not _is_plain(value):
+                return PackedTree(tree)
+            parts.append(value.numpy())
+            parts.append(gap)
+        packed.parts = [b"".join(parts)] if size <= _JOINED else [part for part in parts if len(part)]
+        return packed
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether numpy has the tensor's memory as it is."""
+    return (
+        value.dtype is not torch.bfloat16 and value.is_contiguous() and value.ndim > 0 and not value.is_cuda
+    )
+
+
+class TreeReader:
+    """Reads trees, whose JSON is mostly that of an earlier one; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Any] = {}
+
+    def read(self, text: bytes, memory: Array) -> Any:
+        """The tree, whose tensors lie in `memory`, uint8 [n], contiguous.
+
+        Raises:
+            ProtocolError: invalid, or a tensor beyond the memory.
+        """
+        node = self._known.get(text)
+        if node is None:
+            try:
+                node = json.loads(text)
+            except ValueError as error:
+                raise ProtocolError(f"A tree of values is no JSON ({error}).") from None
+            if len(self._known) >= 64:
+                self._known.clear()
+            self._known[text] = node
+        return read_tree(node, memory)
+
+
+def read_tree(node: Any, memory: Array) -> Any:
+    """The tree of parsed JSON from an untrusted source; see `TreeReader.read`."""
+    return _read(node, memory, 0)
+
+
+def _read(node: Any, memory: Array, depth: int) -> Any:
+    if not isinstance(node, (dict, list)):
+        return node
+    if depth > _MOST_DEPTH:
+        raise ProtocolError(f"A tree of values is deeper than {_MOST_DEPTH}.")
+    if isinstance(node, list):
+        return [_read(each, memory, depth + 1) for each in node]
+    try:
+        ((kind, value),) = node.items()
+        if kind in ("b", "d"):
+            found = {key: _read(each, memory, depth + 1) for key, each in value.items()}
+            return Batch(found) if kind == "b" else found
+        if kind == "t":
+            return _tensor(memory, *value)
+        if kind == "r":
+            values, offsets, shape = value
+            return Ragged(_tensor(memory, *values["t"]), _tensor(memory, *offsets["t"]), tuple(shape))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ProtocolError(f"A tree of values is invalid ({type(error).__name__}: {error}).") from None
+    raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected 'b', 'd', 't' or 'r'.")
+
+
+def _tensor(memory: Array, name: str, shape: list[int], offset: int) -> torch.Tensor:
+    dtype, count = torch_dtypes()[name], math.prod(shape)
+    if min(shape, default=0) < 0 or offset < 0 or offset + count * dtype.itemsize > len(memory):
+        raise ValueError(f"{name} {shape} at {offset:,} of {len(memory):,} bytes")
+    if not count:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    # A storage of its own for each: `torch.save` refuses tensors of different dtypes in one.
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)

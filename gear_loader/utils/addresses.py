@@ -1,0 +1,154 @@
+"""Addresses of object stores (``s3://``, ``gs://``, ``hf://``, ``memory://``, ``http://``), by fsspec; with retries.
+
+Credentials, endpoints and other options are fsspec's: its configuration files and variables such as
+``FSSPEC_S3_ENDPOINT_URL``, and those of each store, such as ``AWS_PROFILE``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import IO, Any, TypeVar, cast
+
+from gear_loader.errors import CheckpointError, GearError
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.paths import is_address
+
+DEADLINE_SECONDS = 60.0
+"""A request that fails is repeated for this long."""
+REQUEST_SECONDS = 30.0
+"""Most that one try takes."""
+BLOCK_BYTES = 4 << 20
+"""What an open file reads at a time."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 8.0
+
+_ANSWERS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_FINAL = {errno.EACCES, errno.EINVAL, errno.EPERM, errno.ENOTSUP, errno.ENOSPC, errno.EDQUOT}
+_LATER = (408, 425, 429)  # below 500, these alone are repeated
+# What lies below the stores' file systems raises errors that are no OSError: aiohttp, botocore, requests, gcsfs, Azure.
+_OF_CONNECTIONS = {
+    "ClientError",
+    "ConnectionError",
+    "HTTPClientError",
+    "HTTPException",
+    "HttpError",
+    "IncompleteRead",
+    "RequestException",
+    "ResponseParserError",
+    "ServiceRequestError",
+    "TimeoutError",
+}
+_Result = TypeVar("_Result")
+
+
+def open_address(address: str, error: type[GearError] = CheckpointError) -> IO[bytes]:
+    """Open a file at an address for reading: seekable, read by range in blocks of `BLOCK_BYTES`.
+
+    A read that fails is repeated by fsspec's file system of the store, not here.
+
+    Args:
+        address: ``scheme://...``, also a chain such as ``"simplecache::s3://bucket/file"``.
+        error: raised for what cannot be opened.
+    """
+    system, path = file_system(address, error)
+
+    def attempt() -> IO[bytes]:
+        return cast("IO[bytes]", system.open(path, "rb", block_size=BLOCK_BYTES))
+
+    return repeated(attempt, address, "opened", error)
+
+
+def file_system(address: str, error: type[GearError] = CheckpointError) -> tuple[Any, str]:
+    """The file system of an address, which keeps no listings, and the path in it.
+
+    Raises:
+        error: fsspec or the package of the scheme is not installed, or there is no such scheme.
+    """
+    if not is_address(address):
+        raise error(f"The address {shown(address)} was received; expected scheme://... as of fsspec.")
+    try:
+        import fsspec
+    except ImportError as missing:
+        raise error(
+            f"{address} needs fsspec, which is not installed. Install it, with the package of your store: "
+            "pip install '.[buckets]' (in a clone of Gear Loader)"
+        ) from missing
+    try:
+        system, path = fsspec.url_to_fs(address, use_listings_cache=False)
+    except (ImportError, ValueError) as problem:
+        raise error(f"{address} cannot be opened: {problem}") from problem
+    return system, str(path)
+
+
+def repeated(
+    attempt: Callable[[], _Result],
+    address: str,
+    what: str,
+    error: type[GearError] = CheckpointError,
+    *,
+    from_failure: bool = False,
+) -> _Result:
+    """Make a request, again for `DEADLINE_SECONDS` while the store fails or is busy.
+
+    Args:
+        attempt: makes the request; called with nothing.
+        what: what is done with the address, such as "read", for the error.
+        from_failure: whether the time counts from the first failure on, of what takes long.
+
+    Raises:
+        FileNotFoundError: there is nothing at the address.
+        error: it was refused, or the deadline has passed.
+    """
+    began, tries = time.monotonic(), 0
+    while True:
+        tries += 1
+        try:
+            return attempt()
+        except FileNotFoundError as problem:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address) from problem
+        except GearError:
+            raise
+        except Exception as problem:
+            if from_failure and tries == 1:
+                began = time.monotonic()
+            seconds = time.monotonic() - began
+            pause = min(_FIRST_PAUSE * 2 ** (tries - 1), _LONGEST_PAUSE) * random.uniform(0.5, 1)
+            if not _is_transient(problem):
+                raise error(
+                    f"{address} cannot be {what}: the store answered {_shown(problem)}. Check the address and its "
+                    "permissions, and what fsspec is told of credentials and the endpoint."
+                ) from problem
+            if seconds + pause >= DEADLINE_SECONDS:
+                raise error(
+                    f"{address} cannot be {what}: {tries} tries in {seconds:.0f} s failed, the last with "
+                    f"{_shown(problem)}. Try again when the store works."
+                ) from problem
+        time.sleep(pause)
+
+
+def call(system: Any, method: str, *given: Any, **options: Any) -> Any:
+    """Call a method of a file system; after `REQUEST_SECONDS` a TimeoutError, where the file system is asynchronous."""
+    if not getattr(system, "async_impl", False):
+        return getattr(system, method)(*given, **options)
+    from fsspec.asyn import sync
+
+    return sync(system.loop, getattr(system, f"_{method}"), *given, timeout=REQUEST_SECONDS, **options)
+
+
+def _shown(problem: BaseException) -> str:
+    return f"{type(problem).__name__} ({problem})" if str(problem) else type(problem).__name__
+
+
+def _is_transient(problem: BaseException) -> bool:
+    """Whether a request that failed so may succeed later."""
+    if isinstance(problem, _ANSWERS) or (isinstance(problem, OSError) and problem.errno in _FINAL):
+        return False
+    status = getattr(problem, "status", None) or getattr(problem, "code", None)
+    status = status or getattr(getattr(problem, "response", None), "status_code", None)
+    if isinstance(status, int) and 400 <= status < 500:
+        return status in _LATER
+    names = {kind.__name__ for kind in type(problem).__mro__}
+    return isinstance(problem, OSError) or not names.isdisjoint(_OF_CONNECTIONS)

@@ -1,0 +1,222 @@
+"""Checkpoints on a server of the S3 protocol that fails at each request, or whose client is killed there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from object_store import ObjectStore, object_store
+
+import gear_loader as gear
+from gear_loader.checkpoint import bucket
+from gear_loader.errors import CheckpointError
+from gear_loader.utils import addresses
+from tests.table_common import COLUMNS, forks
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+pytest.importorskip("flask_cors")  # of moto's server
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+COUNT = 6 << 18  # floats of `wide`, which is uploaded in parts
+KEPT = 2  # trajectories
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with object_store() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", server.url)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch, store: ObjectStore) -> Iterator[None]:
+    """The library's own retries are what is tested, for a second; the sizes of parts are the least of S3."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 1)
+    monkeypatch.setattr(addresses, "DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr(bucket, "_PART_BYTES", 5 << 20)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield
+    store.plan()
+
+
+def new_table(*numbers: int) -> gear.Table:
+    columns = {"number": COLUMNS["number"], "wide": gear.Column(torch.float32, (COUNT,), per="trajectory")}
+    table = gear.Table.create(columns, max_steps=100, max_trajectories=KEPT, on_full="evict_oldest")
+    add(table, *numbers)
+    return table
+
+
+def add(table: gear.Table, *numbers: int) -> None:
+    for number in numbers:
+        table.add({"number": np.full(5, number), "wide": np.full(COUNT, number, np.float32)})
+
+
+def numbers_at(address: str) -> list[int]:
+    """The numbers of the trajectories of a checkpoint, all of whose values are right."""
+    with gear.Table.load(address) as table:
+        found = []
+        for index in table.indices().tolist():
+            trajectory = table[index]
+            found.append(int(trajectory["number"][0]))
+            assert all((values == found[-1]).all() for values in trajectory.values())
+        return found
+
+
+def test_parts_and_the_manifest_last(store: ObjectStore) -> None:
+    address = "s3://bucket/parts"
+    store.plan()
+    new_table(0).save(address)
+    written = [each for each in store.seen() if each.startswith(("PUT", "POST"))]
+    assert [each.partition("?")[2].partition("=")[0] for each in written if "wide" in each] == [
+        "uploads",
+        "partNumber",
+        "uploadId",
+    ]
+    assert [turn for turn, each in enumerate(written) if "manifest.json" in each] == [len(written) - 1]
+    assert numbers_at(address) == [0]
+    system = fsspec.filesystem("s3")
+    for path in system.find("bucket/parts"):
+        system.chmod(path, "public-read")
+    assert numbers_at(f"{store.url}/bucket/parts") == [0]  # by fsspec's http
+
+
+@pytest.mark.parametrize("act", ["cut-body", "lost", "500", "403", "404"])
+def test_each_request_of_a_save_may_fail(store: ObjectStore, act: str) -> None:
+    """One that may succeed later is repeated; else the save says so, and the checkpoint is the one before."""
+    table, address = new_table(0), f"s3://bucket/failing-{act}"
+    table.save(address)
+    failures, before, at = 0, [0], 0
+    while True:
+        add(table, at + 1)
+        store.plan(at=at, act=act)
+        try:
+            table.save(address)
+            after = list(range(max(0, at + 2 - KEPT), at + 2))
+        except CheckpointError as error:
+            assert address in str(error)  # noqa: PT017
+            failures, after = failures + 1, before
+        count = len(store.seen())
+        store.plan()
+        assert numbers_at(address) == after
+        if at >= count:
+            break
+        at, before = at + 1, after
+    assert at > 12
+    assert failures == 0 if act not in ("403", "404") else failures > 5
+    table.save(address)
+    assert numbers_at(address) == list(range(max(0, at + 2 - KEPT), at + 2))
+
+
+@forks
+@pytest.mark.parametrize("act", ["kill-body", "kill-lost"])
+def test_a_saving_process_may_be_killed_at_each_request(store: ObjectStore, act: str) -> None:
+    address = f"s3://bucket/{act}"
+    new_table(0).save(address)
+    before, at, killed = [0], 0, True
+    while killed:
+        table = gear.Table.load(address)
+        add(table, at + 1)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.read(read, 1)  # until its death is planned
+            table.save(address)
+            os._exit(0)
+        store.plan(at=at, act=act, pid=pid)
+        os.write(write, b"x")
+        killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        os.close(read)
+        os.close(write)
+        store.plan()
+        after = numbers_at(address)
+        assert after in (before, [*before, at + 1][-KEPT:])
+        assert killed or after[-1] == at + 1
+        before, at = after, at + 1
+    assert at > 12
+
+
+def test_a_store_that_goes_away_ends_in_an_error_before_long(store: ObjectStore) -> None:
+    address = "s3://bucket/away"
+    table = new_table(0)
+    table.save(address)
+    add(table, 1)
+    for at in (0, 3, 6, 9, 12):
+        for act in ("cut", "500"):
+            store.plan(at=at, act=act, times=-1)
+            began = time.monotonic()
+            with pytest.raises(
+                CheckpointError, match=rf"{address}.* cannot be \w+: \d+ tries in \d s failed"
+            ):
+                table.save(address)
+            assert time.monotonic() - began < 20
+            store.plan()
+            assert numbers_at(address) == [0]
+
+
+@pytest.mark.parametrize("act", ["cut", "half", "429", "403"])
+def test_each_request_of_a_load_may_fail(store: ObjectStore, act: str) -> None:
+    address = f"s3://bucket/load-{act}"
+    new_table(0, 1).save(address)
+    at = failures = 0
+    while True:
+        store.plan(at=at, act=act)
+        try:
+            assert numbers_at(address) == [0, 1]
+        except CheckpointError as error:
+            assert address in str(error)  # noqa: PT017
+            failures += 1
+        if at >= len(store.seen()):
+            break
+        at += 1
+    assert at > 8
+    assert failures == 0 if act not in ("403", "404") else failures > 5
+
+
+def test_what_killed_saves_have_left_is_removed(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, system = "s3://bucket/left", fsspec.filesystem("s3")
+    names = ("index.000007-0123456789abcdef.records", "segments/000009-0123456789abcdef/wide.npy")
+    for name in (*names, "segments/mine.txt"):
+        system.pipe_file(f"{address}/{name}", b"x")
+    table = new_table(0)
+    for seconds, left in ((60.0, [True, True]), (-60.0, [False, False])):
+        monkeypatch.setattr(bucket, "ABANDONED_SECONDS", seconds)
+        table.save(address)
+        system.invalidate_cache()
+        assert [system.exists(f"{address}/{name}") for name in names] == left
+    assert system.exists(f"{address}/segments/mine.txt")
+    assert numbers_at(address) == [0]
+
+
+def test_all_ranks(store: ObjectStore) -> None:
+    table = new_table(0)
+    shards = gear.distributed.Shards(table)
+    gear.distributed.save(shards, "s3://bucket/ranks")
+    add(table, 1)
+    gear.distributed.save(shards, "s3://bucket/ranks")
+    with gear.distributed.load("s3://bucket/ranks") as loaded:
+        assert [int(loaded[int(index)]["number"][0]) for index in loaded.indices()] == [0, 1]
+
+
+def test_a_stalled_request_is_given_up(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "s3://bucket/stalled"
+    new_table(0).save(address)
+    monkeypatch.setattr(addresses, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(addresses, "DEADLINE_SECONDS", 4.0)
+    store.plan(act="slow")
+    assert numbers_at(address) == [0]
+    store.plan(act="slow", times=-1)
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read: \d tries in \d s failed, the last with FSTimeoutError"
+    ):
+        gear.Table.load(address)

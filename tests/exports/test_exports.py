@@ -1,0 +1,235 @@
+"""Tables as data sets of other formats, read back by those who own the format."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader import exports
+from gear_loader.errors import SchemaError, StaleIndexError
+from gear_loader.exports import formats
+from gear_loader.storage.engine import Engine
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+LENGTHS = (4, 1, 7)
+
+
+@pytest.fixture
+def plain() -> Any:
+    """A table with final steps, of which one trajectory has none."""
+    table = gear.Table.create(
+        {
+            "obs": gear.Column(torch.float32, (2, 3), final=True),
+            "half": gear.Column(torch.bfloat16),
+            "done": gear.Column(torch.bool),
+            "return": gear.Column(torch.float64, per="trajectory"),
+        },
+        max_steps=40,
+        max_trajectories=4,
+    )
+    for number, length in enumerate(LENGTHS):
+        rows = {
+            "obs": torch.rand(length, 2, 3),
+            "half": torch.rand(length).bfloat16(),
+            "done": torch.rand(length) > 0.5,
+            "return": 1.5 * number,
+        }
+        table.add(rows, final=None if number == 1 else {"obs": torch.rand(2, 3)})
+    return table
+
+
+@pytest.fixture
+def ragged() -> Any:
+    """A table of text, lists, images and bytes."""
+    table = gear.Table.create(
+        {
+            "token": gear.Column(torch.int64, (None,)),
+            "point": gear.Column(torch.float32, (None, 2)),
+            "text": gear.Column(str),
+            "raw": gear.Column(bytes),
+            "image": gear.Column(torch.uint8, (4, 6, 3), codec="png"),
+            "depth": gear.Column(torch.float32, (3,), codec="zstd"),
+            "task": gear.Column(str, per="trajectory"),
+            "goal": gear.Column(torch.float32, (None, 2), per="trajectory"),
+        },
+        max_steps=40,
+        max_trajectories=4,
+        memory=gear.Memory(payload="1MiB"),
+    )
+    random = np.random.default_rng(1)
+    for number, length in enumerate(LENGTHS):
+        table.add(
+            {
+                "token": [torch.arange(k) for k in range(length)],
+                "point": [torch.rand(k, 2) for k in range(length)],
+                "text": [f"é{k}" for k in range(length)],
+                "raw": [bytes([k, 0]) for k in range(length)],
+                "image": random.integers(0, 255, (length, 4, 6, 3), np.uint8),
+                "depth": torch.rand(length, 3),
+                "task": f"door {number}",
+                "goal": torch.rand(number, 2),
+            }
+        )
+    return table
+
+
+def test_parquet_has_every_step(plain: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    assert plain.export(path) == str(path)
+    rows = pq.read_table(path)
+    assert rows.column_names == ["episode_index", "frame_index", "obs", "half", "done", "return", "next_obs"]
+    assert rows["frame_index"].to_pylist() == [k for length in LENGTHS for k in range(length)]
+    found = rows.to_pydict()
+    begin = 0
+    for number, index in enumerate(plain.indices().tolist()):
+        one, end = plain[index], begin + LENGTHS[number]
+        assert set(found["episode_index"][begin:end]) == {number}
+        np.testing.assert_array_equal(np.array(found["obs"][begin:end], np.float32), one["obs"])
+        np.testing.assert_array_equal(np.array(found["half"][begin:end], np.float32), one["half"].float())
+        assert found["done"][begin:end] == one["done"].tolist()
+        assert found["return"][begin:end] == [float(one["return"])] * LENGTHS[number]
+        final = plain.final(index)
+        if final is None:
+            assert found["next_obs"][begin:end] == [None] * LENGTHS[number]
+        else:
+            after = torch.cat([one["obs"][1:], final["obs"][None]])
+            np.testing.assert_array_equal(np.array(found["next_obs"][begin:end], np.float32), after)
+        begin = end
+
+
+def test_parquet_has_values_of_any_length(ragged: Any, tmp_path: Path) -> None:
+    place = tmp_path / "rows"
+    ragged.export(
+        f"parquet:{place}", columns={"words": "token", **{n: n for n in ragged.schema if n != "token"}}
+    )
+    (path,) = place.iterdir()
+    found = pq.read_table(path).to_pydict()
+    from PIL import Image
+
+    begin = 0
+    for number, index in enumerate(ragged.indices().tolist()):
+        one, end = ragged[index], begin + LENGTHS[number]
+        for name, there in (("token", "words"), ("point", "point")):
+            expected = [value.tolist() for value in one[name].tolist()]
+            assert found[there][begin:end] == expected
+        assert found["text"][begin:end] == one["text"]
+        assert found["raw"][begin:end] == one["raw"]
+        images = [np.asarray(Image.open(io.BytesIO(each))) for each in found["image"][begin:end]]
+        np.testing.assert_array_equal(np.stack(images), one["image"])
+        np.testing.assert_array_equal(np.array(found["depth"][begin:end], np.float32), one["depth"])
+        assert found["task"][begin:end] == [f"door {number}"] * LENGTHS[number]
+        np.testing.assert_array_equal(np.array(found["goal"][begin], np.float32).reshape(-1, 2), one["goal"])
+        begin = end
+
+
+def test_a_folder_has_files_of_about_a_size(plain: Any, tmp_path: Path) -> None:
+    plain.export(f"parquet:{tmp_path / 'rows'}", file_bytes=1)
+    names = sorted(path.name for path in (tmp_path / "rows").iterdir())
+    assert names[:3] == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    whole = pa.concat_tables([pq.read_table(tmp_path / "rows" / name) for name in names])
+    assert whole["episode_index"].to_pylist() == [
+        k for k, length in enumerate(LENGTHS) for _ in range(length)
+    ]
+
+
+def test_hugging_face_reads_images(ragged: Any, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    place = tmp_path / "hub"
+    ragged.export(f"hf:{place}")
+    found = datasets.load_dataset(str(place), split="train", cache_dir=str(tmp_path / "cache"))
+    assert isinstance(found.features["image"], datasets.Image)
+    first = ragged[int(ragged.indices()[0])]
+    np.testing.assert_array_equal(np.asarray(found[2]["image"]), first["image"][2])
+    assert found[2]["text"] == "é2"
+
+
+def test_npz_has_a_file_for_each_trajectory(plain: Any, tmp_path: Path) -> None:
+    plain.export(f"npz:{tmp_path / 'out'}", compressed=True)
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == [f"{k:08d}.npz" for k in range(3)]
+    with np.load(tmp_path / "out" / "00000002.npz", allow_pickle=False) as found:
+        index = int(plain.indices()[2])
+        np.testing.assert_array_equal(found["obs"], plain[index]["obs"])
+        np.testing.assert_array_equal(found["next_obs"], plain.final(index)["obs"])
+        assert found["return"] == 3.0
+
+
+def test_what_is_evicted_meanwhile_is_left_out(
+    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, gone = Engine.rows, int(plain.indices()[0])
+
+    def read(self: Engine, index: int, **options: Any) -> Any:
+        if index == gone:
+            raise StaleIndexError("gone")
+        return rows(self, index, **options)
+
+    monkeypatch.setattr(Engine, "rows", read)
+    plain.export(tmp_path / "a.parquet")
+    assert pq.read_table(tmp_path / "a.parquet")["frame_index"].to_pylist() == [0, *range(7)]
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "message"),
+    [
+        ("nothing:x", {}, "expected one of"),
+        ("parquet:", {}, "expected one of"),
+        (3, {}, "expected one of"),
+        ("s3://bucket/a.parquet", {}, "has a scheme"),
+        ("parquet:{}", {"speed": 1}, "does not know the option 'speed'"),
+        ("parquet:{}", {"columns": ["speed"]}, "speed"),
+        ("parquet:{}", {"columns": {"frame_index": "obs"}}, "frame_index"),
+        ("parquet:{}", {"file_bytes": 0}, "file_bytes"),
+        ("hf:{}", {"split": "a/b"}, "split='a/b'"),
+    ],
+)
+def test_what_cannot_be_written_is_an_error(
+    plain: Any, tmp_path: Path, address: Any, options: dict[str, Any], message: str
+) -> None:
+    if isinstance(address, str):
+        address = address.format(tmp_path / "out")
+    with pytest.raises(SchemaError, match=message):
+        plain.export(address, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_after_an_error(plain: Any, ragged: Any, tmp_path: Path) -> None:
+    taken = tmp_path / "taken.parquet"
+    taken.write_text("mine")
+    with pytest.raises(SchemaError, match="is there already"):
+        plain.export(taken)
+    assert taken.read_text() == "mine"
+    late = gear.Table.create(
+        {"obs": gear.Column(torch.float32), "score": gear.Column(torch.float32, late=True)},
+        max_steps=10,
+        max_trajectories=2,
+    )
+    late.add({"obs": torch.rand(2)})
+    with pytest.raises(SchemaError, match="write-once"):
+        late.export(f"npz:{tmp_path / 'late'}")
+    with pytest.raises(SchemaError, match="any length"):
+        ragged.export(f"npz:{tmp_path / 'late'}")
+    assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_formats_of_ones_own(plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_WRITERS", dict(formats._WRITERS))
+
+    def lengths(table: gear.Table, place: str, *, columns: Any = None, indent: int = 0) -> int:
+        return Path(place).write_text(json.dumps(table.lengths().tolist(), indent=indent))
+
+    exports.register("lengths", lengths)
+    plain.export(f"lengths:{tmp_path / 'a.json'}", indent=2)
+    assert json.loads((tmp_path / "a.json").read_text()) == list(LENGTHS)
+    with pytest.raises(SchemaError, match="known already"):
+        exports.register("parquet", lengths)
+    with pytest.raises(SchemaError, match="such as 'mine'"):
+        exports.register("Mine", lengths)

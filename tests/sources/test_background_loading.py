@@ -1,0 +1,181 @@
+"""`wait=False`: a table that is filled while it is drawn from; errors, kills, and how it goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import SourceError
+from gear_loader.sources import Episode, EpisodeReader, load, source_loading
+
+LENGTHS = np.array([3, 5, 2, 4, 6, 1])
+
+
+class Reader(EpisodeReader):
+    """Episodes of their number; waits before `pause`, fails at `broken`."""
+
+    def __init__(self, pause: int | None = None, broken: int | None = None, lengths: Any = LENGTHS) -> None:
+        schema = {"x": gear.Column(torch.float32), "task": gear.Column(str, per="trajectory")}
+        super().__init__("Mine", lengths, schema)
+        self.pause, self.broken, self.go = pause, broken, threading.Event()
+
+    def __iter__(self) -> Iterator[Episode]:
+        for number, count in enumerate(self.lengths.tolist()):
+            if number == self.pause:
+                assert self.go.wait(60)
+            if number == self.broken:
+                raise SourceError(f"Mine, episode {number}: it is damaged")
+            yield Episode({"x": np.full(count, number, np.float32), "task": f"task {number}"})
+
+
+def check(table: gear.Table, count: int = len(LENGTHS)) -> None:
+    assert table.lengths().tolist() == LENGTHS[:count].tolist()
+    assert [table[i]["task"] for i in table.indices().tolist()] == [f"task {i}" for i in range(count)]
+    assert all((table[i]["x"] == n).all() for n, i in enumerate(table.indices().tolist()))
+
+
+@pytest.fixture(autouse=True)
+def _pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_loading, "BACKGROUND_BYTES", 1)
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_table_is_drawn_from_while_it_is_filled() -> None:
+    reader = Reader(pause=4)
+    table = load(reader, wait=False, payload=10_000, statistics=True, progress=False)
+    loading = table.loading
+    assert loading is not None
+    until(lambda: loading.num_loaded == 3)  # the piece with the fourth ends where the fifth begins
+    assert table.sample(8)["x"].max() <= 2
+    assert (loading.done, repr(loading)) == (False, "<Mine: loading, 3 of 6 trajectories>")
+    with pytest.raises(
+        TimeoutError, match=r"Mine: loading, 3 of 6 trajectories> is not complete after 0.01 seconds"
+    ):
+        loading.wait(0.01)
+    assert table.statistics is None
+    reader.go.set()
+    loading.wait(60)
+    check(table)
+    assert (loading.done, loading.num_loaded, repr(loading)) == (
+        True,
+        6,
+        "<Mine: loaded, 6 of 6 trajectories>",
+    )
+    assert table.statistics is not None
+    assert table.statistics["x"].count == 21
+
+
+def test_an_error_comes_out_of_wait_and_the_table_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "gear_loader"):
+        table = load(Reader(broken=4), wait=False, payload=10_000, progress=False)
+        assert table.loading is not None
+        with pytest.raises(SourceError, match="Mine, episode 4: it is damaged"):
+            table.loading.wait(60)
+    assert "Loading ended after 3 trajectories of Mine: Mine, episode 4" in caplog.text
+    check(table, 3)
+    with pytest.raises(
+        SourceError, match="holds others than the first of 6 of Mine; expected a table that was"
+    ):
+        load(Reader(lengths=LENGTHS + 1), table, resume=True, progress=False)
+    check(table, 3)
+    load(Reader(), table, resume=True, statistics=True, progress=False)
+    check(table)
+    assert table.statistics is not None
+    assert table.statistics["x"].count == 21
+    load(Reader(), table, resume=True, progress=False)  # nothing is missing
+    check(table)
+    with pytest.raises(SourceError, match="resume=True was given without a table"):
+        load(Reader(), resume=True)
+
+
+def test_it_is_cancelled_and_resumed_with_what_was_evicted() -> None:
+    reader = Reader(pause=4)
+    schema = reader.schema
+    table = gear.Table.create(
+        schema, max_steps=12, max_trajectories=2, memory=gear.Memory(payload=9999), on_full="evict_oldest"
+    )
+    load(reader, table, wait=False, progress=False)
+    loading = table.loading
+    assert loading is not None
+    until(lambda: loading.num_loaded == 3)
+    threading.Timer(0.1, reader.go.set).start()
+    loading.cancel()
+    assert loading.done
+    assert "cancelled" in repr(loading)
+    loading.wait()
+    load(Reader(), table, resume=True, progress=False)
+    assert table.lengths().tolist() == [6, 1]
+    assert table.stats().num_inserted == 6
+
+
+def test_the_first_trajectories_that_fit() -> None:
+    for most, count in ((4 * 10 + 3 * (16 + 32 + 16), 3), ("1GiB", 6)):
+        with load(Reader(), max_bytes=most, progress=False) as table:
+            check(table, count)
+    with pytest.raises(SourceError, match="max_bytes=1 was given, and the first episode of Mine takes"):
+        load(Reader(), max_bytes=1)
+
+
+@pytest.mark.long
+def test_a_killed_load_is_resumed(tmp_path: Path) -> None:
+    name = f"test-killed-{os.getpid()}"
+    program = f"""
+        import sys, time
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_background_loading import Reader, load, source_loading
+        source_loading.BACKGROUND_BYTES = 1
+        class Slow(Reader):
+            def __iter__(self):
+                for episode in super().__iter__():
+                    time.sleep(0.2)
+                    yield episode
+        table = load(Slow(), wait=False, payload=10_000, name={name!r}, progress=False)
+        while table.loading.num_loaded < 2:
+            time.sleep(0.01)
+        print("go", flush=True)
+        table.loading.wait()
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert child.stdout is not None
+    with child.stdout:
+        assert child.stdout.readline() == b"go\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    with gear.Table.attach(name) as table:
+        try:
+            assert 2 <= len(table) < 6
+            table.save(tmp_path / "part")
+            load(Reader(), table, resume=True, progress=False)
+            check(table)
+            table.check_valid()
+            with gear.Table.load(tmp_path / "part") as saved:
+                load(Reader(), saved, resume=True, wait=False, progress=False)
+                assert saved.loading is not None
+                saved.loading.wait(60)
+                check(saved)
+        finally:
+            table.unlink()

@@ -1,0 +1,226 @@
+"""Episodes in .npz files, and samples in the tar files of WebDataset."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import SourceError
+from gear_loader.sources import read_npz, read_webdataset, webdataset
+
+
+def save(folder: Path, lengths: tuple[int, ...] = (3, 5, 2)) -> list[dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    made = []
+    for number, count in enumerate(lengths):
+        generator = np.random.default_rng(number)
+        episode = {
+            "obs/state": generator.normal(size=(count, 4)),
+            "image": generator.integers(0, 255, (count, 2, 2, 3), np.uint8),
+            "reward": np.ones(count, ">f4"),
+            "seed": np.int64(number),
+            "task": np.array("ö" * number),
+            "words": np.array(["a", "bc", ""] * 2)[:count],
+            "goal": generator.normal(size=2),
+        }
+        (np.savez if number % 2 else np.savez_compressed)(folder / f"{number}.npz", **episode)
+        made.append(episode)
+    return made
+
+
+def test_a_folder_of_npz(tmp_path: Path) -> None:
+    made = save(tmp_path / "data")
+    for address in (f"npz:{tmp_path}/data", f"npz:{tmp_path}/data/*.npz"):
+        with gear.load_dataset(address, per_trajectory=["goal"], keep_float64=True, progress=False) as table:
+            assert table.lengths().tolist() == [3, 5, 2]
+            assert table.schema["seed"].per == table.schema["task"].per == "trajectory"
+            for number, episode in enumerate(made):
+                found = table[number]
+                assert (found["task"], found["seed"].item()) == ("ö" * number, number)
+                assert found["words"] == episode["words"].tolist()
+                for name, role in (("obs.state", "obs/state"), ("image", "image"), ("goal", "goal")):
+                    np.testing.assert_array_equal(found[name].numpy(), episode[role])
+    with gear.load_dataset(tmp_path / "data/1.npz", columns={"r": "reward"}, progress=False) as table:
+        assert table[0]["r"].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (
+            {"image": np.zeros((3, 2, 3, 3), np.uint8)},
+            {},
+            r"9.npz': column 'image' has shape \[3, 2, 3, 3\]; expected",
+        ),
+        ({"reward": np.ones(4, np.float32)}, {}, "has columns of .* steps; expected as many in each"),
+        ({"reward": np.array([1.0, np.nan, 1.0])}, {}, "9.npz', step 1: column 'reward' holds nan"),
+        ({"seed": np.array(None)}, {}, "cannot be read as .npz: ValueError: Object arrays cannot be loaded"),
+        ({}, {"columns": ["sead"]}, "has no column 'sead'; .* Did you mean 'seed'"),
+        ({}, {"per_trajectory": ["x"]}, "per_trajectory= names 'x'"),
+        ({}, {"columns": ["seed"], "per_trajectory": []}, "none of 'seed' is an array"),
+    ],
+)
+def test_npz_that_does_not_fit(
+    tmp_path: Path, change: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    made = save(tmp_path / "data")
+    np.savez(tmp_path / "data/9.npz", **(made[0] | change))
+    options = {"per_trajectory": ["goal"], **options}
+    with pytest.raises(SourceError, match=message):
+        gear.load_dataset(f"npz:{tmp_path}/data", progress=False, **options)
+
+
+def images() -> list[bytes]:
+    image = pytest.importorskip("PIL.Image")
+    found = []
+    for number in range(7):
+        memory = io.BytesIO()
+        image.fromarray(np.full((4, 6, 3), number, np.uint8)).save(memory, "png")
+        found.append(memory.getvalue())
+    return found
+
+
+def npy(array: Any) -> bytes:
+    memory = io.BytesIO()
+    np.save(memory, array)
+    return memory.getvalue()
+
+
+def write(path: Path, members: dict[str, bytes]) -> None:
+    memory = io.BytesIO()
+    with tarfile.open(fileobj=memory, mode="w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    data = memory.getvalue()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def samples(coded: list[bytes]) -> dict[str, bytes]:
+    members = {}
+    for number, blob in enumerate(coded):
+        key = f"run/{'a' if number < 3 else 'b'}/{number:03}"
+        members[f"{key}.png"] = blob
+        members[f"{key}.state.npy"] = npy(np.full((2, 2), number, np.float32))
+        members[f"{key}.json"] = json.dumps({"reward": number / 2, "at": {"x": [number, 1]}}).encode()
+        members[f"{key}.txt"] = f"step {number}".encode()
+        members[f"{key}.cls"] = str(number).encode()
+        members[f"{key}.raw"] = bytes([number, 0])
+    return members
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_samples_that_are_steps(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("pyarrow")
+    coded = images()
+    write(tmp_path / name, samples(coded))
+    with gear.load_dataset(f"webdataset:{tmp_path}", progress=False) as table:
+        assert table.lengths().tolist() == [3, 4]
+        found = table[1]
+        assert found["png"][:, 0, 0, 0].tolist() == found["cls"].tolist() == [3, 4, 5, 6]
+        assert found["state.npy"][:, 1, 1].tolist() == [3.0, 4.0, 5.0, 6.0]
+        assert found["json.reward"].tolist() == [1.5, 2.0, 2.5, 3.0]
+        assert found["json.at.x"].tolist() == [[n, 1] for n in (3, 4, 5, 6)]
+        assert (found["txt"][0], found["raw"][3]) == ("step 3", b"\6\0")
+    options = {"columns": {"r": "json.reward", "key": "__key__"}, "progress": False}
+    with gear.load_dataset(f"webdataset:{tmp_path}", **options) as table:
+        assert table[0]["key"] == ["run/a/000", "run/a/001", "run/a/002"]
+
+
+def test_samples_that_are_episodes(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    members = {}
+    for number, count in enumerate((2, 4)):
+        members[f"{number}.obs.npy"] = npy(np.full((count, 3), number, np.float32))
+        members[f"{number}.task.txt"] = b"x" * number
+    write(tmp_path / "a.tar", members)
+    with gear.load_dataset(tmp_path / "a.tar", rows="episodes", progress=False) as table:
+        assert (table.lengths().tolist(), table[1]["task.txt"]) == ([2, 4], "x")
+        assert torch.equal(table[1]["obs.npy"], torch.ones(4, 3))
+    members["2.obs.npy"] = npy(np.zeros((2, 4), np.float32))
+    members["2.task.txt"] = b""
+    write(tmp_path / "a.tar", members)
+    with pytest.raises(
+        SourceError, match=r"Arrays of the shapes .* expected float of \[3\] for each step, as in"
+    ):
+        gear.load_dataset(tmp_path / "a.tar", rows="episodes", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"run/a/001.png": None}, "the sample 'run/a/001' has no 'png'; expected one in each"),
+        ({"run/b/004.json": b"{"}, "'run/b/004.json' cannot be read: JSONDecodeError"),
+        ({"run/b/004.state.npy": b"\x93NUMPY"}, "'run/b/004.state.npy' cannot be read"),
+        ({"run/b/004.state.npy": npy(np.array([None]))}, "Object arrays cannot be loaded"),
+        (
+            {"run/b/004.state.npy": npy(np.zeros(3, np.float32))},
+            "Arrays of the shapes .* as in the first sample",
+        ),
+        ({"run/b/004.cls": b"x"}, "'run/b/004.cls' cannot be read"),
+        ({"run/b/004.PNG": b""}, "the sample 'run/b/004' has two of 'png'"),
+    ],
+)
+def test_samples_that_do_not_fit(tmp_path: Path, change: dict[str, bytes | None], message: str) -> None:
+    pytest.importorskip("pyarrow")
+    members: dict[str, bytes] = {}
+    for name, data in samples(images()).items():
+        members[name] = change.get(name, data)  # type: ignore[assignment]
+        for other in change:
+            if other not in members and other.lower() == name.lower():
+                members[other] = b""
+    write(tmp_path / "a.tar", {name: data for name, data in members.items() if data is not None})
+    with pytest.raises(SourceError, match=message):
+        gear.load_dataset(tmp_path / "a.tar", progress=False)
+
+
+def test_no_member_is_larger_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(webdataset, "MOST_BYTES", 100_000)
+    write(tmp_path / "a.tar.gz", {"0.raw": bytes(10_000_000)})
+    with pytest.raises(SourceError, match="a part of 10,000,000 bytes; expected at most 100,000"):
+        read_webdataset(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["a.npz", "a.tar", "a.tar.gz"])
+def test_damaged_archives_are_errors(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / name
+    if name == "a.npz":
+        np.savez_compressed(path, x=np.arange(100.0), y=np.zeros((100, 3), np.float32))
+        schema = {"x": gear.Column(torch.float32), "y": gear.Column(torch.float32, (3,))}
+        payload = None
+    else:
+        write(path, samples(images()))
+        schema, payload = {"txt": gear.Column(str), "raw": gear.Column(bytes)}, gear.Memory(payload=9999)
+    whole, made, refused = path.read_bytes(), random.Random(0), 0
+    with gear.Table.create(schema, max_steps=999, max_trajectories=99, memory=payload) as table:
+        for number in range(300):
+            damaged = bytearray(whole)
+            if number % 3:
+                for _ in range(made.randint(1, 4)):
+                    damaged[made.randrange(len(damaged))] = made.randrange(256)
+            else:
+                del damaged[made.randrange(len(damaged)) :]
+            path.write_bytes(damaged)
+            read = read_npz if name == "a.npz" else read_webdataset
+            try:
+                gear.sources.load(read(path, columns=list(schema)), table, progress=False)
+            except SourceError:
+                refused += 1
+                assert len(table) == 0
+            else:
+                table.clear()
+    assert refused > 50
