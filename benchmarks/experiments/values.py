@@ -154,8 +154,8 @@ def _measured(session: Session, part: Part, columns: int, folder: Path) -> None:
     quick, label = session.quick, part.label
     if part is TOKENS:
         label = f"{label} in {columns} column{'s' if columns > 1 else ''}"
-        large = _tokens(folder / "large", 60 if quick else 2000, columns)
-        small = _tokens(folder / "small", 40, columns)
+        large = _tokens(folder / "large", 64 if quick else 2000, columns)
+        small = _tokens(folder / "small", 48, columns)
     elif part is VIDEO:
         large, small = _video(folder / "large", 2 if quick else 12), _video(folder / "small", 1)
     else:

@@ -17,7 +17,7 @@ from benchmarks.peers import values
 from gear_loader.storage.shared_memory import region_path
 
 PACKAGES = MODULES = ("torch", "numpy")
-STEPS = 16  # images of a trajectory
+STEPS = 16  # images, or sequences, of a trajectory
 SEED = 3
 
 
@@ -111,16 +111,23 @@ class Video(Jpegs):
 
 
 class Tokens(_Named):
-    """A trajectory of one step for each sequence, with a ragged column for each of its columns."""
+    """A step for each sequence, with a ragged column for each of its columns."""
 
     def fill(self) -> None:
         columns = {f"column{i}": gear.Column(torch.int32, (None,)) for i in range(self.data.columns)}
-        table = self.create(columns, self.data.payload, block_steps=1)
-        for number in range(self.data.count):
-            table.add({f"column{i}": [self.data.tokens(i, number)] for i in range(self.data.columns)})
+        table = self.create(columns, self.data.payload, block_steps=STEPS)
+        for first in range(0, self.data.count, STEPS):
+            numbers = range(first, first + STEPS)
+            table.add(
+                {
+                    f"column{i}": [self.data.tokens(i, number) for number in numbers]
+                    for i in range(self.data.columns)
+                }
+            )
 
     def options(self, window: int) -> dict[str, Any]:
-        return {"windows": gear.Whole(), "layout": "packed"}
+        windows = {f"column{i}": gear.Window(1, squeeze=True) for i in range(self.data.columns)}
+        return {"windows": windows}
 
     def rows(self, batch: Any) -> Iterator[tuple[int, list[np.ndarray]]]:
         parts = []

@@ -29,7 +29,8 @@ THREADS = 16
 """Requests at a time."""
 ABANDONED_SECONDS = 86_400.0
 """Age from which files of a save that was killed are removed: another one may still write younger ones."""
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
+_RANGE_BYTES = 8 << 20
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9_000  # S3 takes 10,000
 # Stores that replace an object at once. Others, such as SFTP, show a reader half of a manifest.
@@ -285,23 +286,29 @@ class _Object(FileToRead):
     def __init__(self, bucket: Bucket, name: str) -> None:
         self._bucket, self._name = bucket, name
         self.size = bucket.size_of(name)
+        self._window = 0, b""
 
     def advise(self, advice: int) -> None:
         pass
 
     def read_into(self, view: memoryview, begin: int) -> int:
-        data = self._bucket.read_range(self._name, begin, min(begin + len(view), self.size))
-        view[: len(data)] = data
-        return len(data)
+        """As the base class; what follows is read with it, in one request of `_RANGE_BYTES`."""
+        first, data = self._window
+        if not first <= begin < first + len(data):
+            end = min(begin + max(len(view), _RANGE_BYTES), self.size)
+            first, data = self._window = begin, self._bucket.read_range(self._name, begin, end)
+        part = memoryview(data)[begin - first : begin - first + len(view)]
+        view[: len(part)] = part
+        return len(part)
 
     def read(self, count: int) -> bytes:
         count = min(count, self.size)
 
         def part(begin: int) -> bytes:
-            return self._bucket.read_range(self._name, begin, min(begin + _PIECE_BYTES, count))
+            return self._bucket.read_range(self._name, begin, min(begin + _RANGE_BYTES, count))
 
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            return b"".join(pool.map(part, range(0, count, _PIECE_BYTES)))
+            return b"".join(pool.map(part, range(0, count, _RANGE_BYTES)))
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Trajectories from elsewhere: environments, Minari data sets, D4RL-style HDF5 files.
+"""Trajectories from elsewhere: environments, data sets of many formats (`gear_loader.load_dataset`).
 
 ::
 
@@ -13,9 +13,13 @@ from gear_loader.sources.arrow_sources import read_arrow, read_hf, read_parquet,
 from gear_loader.sources.environment import collect, collect_iter
 from gear_loader.sources.episodes import Episode, EpisodeReader, infer_schema
 from gear_loader.sources.hdf5 import read_hdf5
+from gear_loader.sources.lerobot import read_lerobot
 from gear_loader.sources.minari import read_minari
 from gear_loader.sources.named import register
 from gear_loader.sources.npz import read_npz
+from gear_loader.sources.replay_zarr import read_zarr
+from gear_loader.sources.rlds import read_rlds
+from gear_loader.sources.robomimic import read_robomimic
 from gear_loader.sources.source_loading import load
 from gear_loader.sources.webdataset import read_webdataset
 
@@ -29,10 +33,14 @@ __all__ = [
     "read_arrow",
     "read_hdf5",
     "read_hf",
+    "read_lerobot",
     "read_minari",
     "read_npz",
     "read_parquet",
+    "read_rlds",
+    "read_robomimic",
     "read_rows",
     "read_webdataset",
+    "read_zarr",
     "register",
 ]

@@ -5,7 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_EXTRAS = {"pyarrow": "data", "datasets": "data"}
+_EXTRAS = {
+    "av": "video",
+    "datasets": "data",
+    "google_crc32c": "robots",
+    "huggingface_hub": "data",
+    "pyarrow": "data",
+    "zarr": "robots",
+}
 
 
 def require(module: str, purpose: str) -> Any:

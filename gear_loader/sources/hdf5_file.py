@@ -61,7 +61,7 @@ class open_file:
     def __init__(self, path: str, source: str) -> None:
         h5py = require("h5py", "Reading an HDF5 file")
         if not os.path.isfile(path):
-            raise SourceError(f"{source} does not exist or is not a file; expected a D4RL-style HDF5 file.")
+            raise SourceError(f"{source} does not exist or is not a file; expected an HDF5 file.")
         try:
             self._file = h5py.File(path, "r")
         except Exception as error:  # the HDF5 library reports damage with several types

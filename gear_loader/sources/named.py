@@ -26,10 +26,14 @@ _OPENERS: dict[str, Callable[..., Any] | str] = {
     "arrow": "arrow_sources:read_arrow",
     "hdf5": "hdf5:read_hdf5",
     "hf": "arrow_sources:read_hf",
+    "lerobot": "lerobot:read_lerobot",
     "minari": "minari:read_minari",
     "npz": "npz:read_npz",
     "parquet": "arrow_sources:read_parquet",
+    "rlds": "rlds:read_rlds",
+    "robomimic": "robomimic:read_robomimic",
     "webdataset": "webdataset:read_webdataset",
+    "zarr": "replay_zarr:read_zarr",
 }
 _SUFFIXES = {
     ".arrow": "arrow",
@@ -39,6 +43,7 @@ _SUFFIXES = {
     ".npz": "npz",
     ".parquet": "parquet",
     ".tar": "webdataset",
+    ".zarr": "zarr",
 }
 _LOAD = frozenset(inspect.signature(load).parameters) - {"source", "table"}
 _SHARED = frozenset(

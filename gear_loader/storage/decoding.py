@@ -107,6 +107,17 @@ def encoded(coded: Coded, given: Any, what: str, *, once: bool, whole: bool) -> 
         )
     values = [given] if once else given
     found = [b""] * len(values)
+    if video and values and all(isinstance(value, (bytes, bytearray, memoryview)) for value in values):
+        found = [bytes(value) for value in values]
+        try:
+            for group in [found] if whole else [[blob] for blob in found]:
+                coder.check(group)
+        except Exception as error:
+            raise SchemaError(
+                f"{what} is bytes that are no packets of a video: {error}; expected arrays or tensors of torch.uint8 "
+                f"and shape {list(coded.shape)}."
+            ) from error
+        return found
     if video:
         most = (coded.codec.key_frames or 10) if whole else 1
         groups = [range(first, min(first + most, len(values))) for first in range(0, len(values), most)]

@@ -196,7 +196,7 @@ class PayloadReader:
         given: dict[str, Any] = {"device": "cpu", "pin_memory": pinned}
         offsets = torch.empty(sum(counts), dtype=torch.int64, **given)
         bounds = offsets.numpy()
-        self._check(int(measure_columns(places, FIRST, self._end, bounds)))
+        self.check(int(measure_columns(places, FIRST, self._end, bounds)))
         found, outs, at = [], [], -1
         parts = offsets.split(counts) if len(counts) > 1 else (offsets,)
         for (values, each), count, mine in zip(columns, counts, parts, strict=True):
@@ -205,7 +205,7 @@ class PayloadReader:
             outs.append(memory.data_ptr())
             found.append(Ragged._of(memory, mine, tuple(each.shape[:-1])))
         places[:, COLUMN_OUT] = outs
-        self._check(int(read_columns(self.address, self._end, FIRST, places, bounds)))
+        self.check(int(read_columns(self.address, self._end, FIRST, places, bounds)))
         return found
 
     def measure(self, records: Array, row_bytes: int, offsets: Array) -> int:

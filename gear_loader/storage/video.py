@@ -2,12 +2,14 @@
 
 Every `Codec.key_frames` steps a frame stands for itself, and those between differ from the ones before them. None
 refers to a later one. So a frame is decoded from the packets of its group up to its own, and groups are independent.
-A value is a packet behind four bytes: "GV", and how many steps ago its group began, uint16.
+A value is a packet behind four bytes: "GV", and how many steps ago its group began, uint16. Packets that a file has
+are stored as they are, of H.265 and AV1 too, with "GH" and "GA" in place of "GV".
 """
 
 from __future__ import annotations
 
 import fractions
+import itertools
 import struct
 import threading
 from collections import OrderedDict
@@ -18,6 +20,20 @@ from gear_loader.storage.codecs import Coded
 from gear_loader.utils.arrays import Array
 
 _HEADER, _MAGIC = struct.Struct("<2sH"), b"GV"
+_MAGICS = {"h264": _MAGIC, "hevc": b"GH", "av1": b"GA"}
+_DECODERS = {_MAGIC: "h264", b"GH": "hevc", b"GA": "libdav1d"}
+MOST_STEPS = 1 << 16
+"""Most frames of a group."""
+
+
+def packed(format_name: str, distance: int, packet: bytes) -> bytes:
+    """The value of a packet.
+
+    Args:
+        format_name: ``"h264"`` or ``"hevc"``, with start codes, or ``"av1"``; key frames hold their parameter sets.
+        distance: how many steps ago its group began, below `MOST_STEPS`.
+    """
+    return _HEADER.pack(_MAGICS[format_name], distance) + packet
 
 
 class Video:
@@ -51,10 +67,29 @@ class Video:
 
     def distance(self, blob: memoryview) -> int:
         """How many steps ago the group of a value began."""
-        if len(blob) <= _HEADER.size or bytes(blob[:2]) != _MAGIC:
+        if len(blob) <= _HEADER.size or bytes(blob[:2]) not in _DECODERS:
             raise ValueError("no frame of a video")
         distance: int = _HEADER.unpack(blob[: _HEADER.size])[1]
         return distance
+
+    def check(self, blobs: Sequence[bytes]) -> None:
+        """Raise ValueError unless values are packets of whole groups; with `Codec.verify` each frame is decoded.
+
+        The size of frames is in the packets of key frames; without `Codec.verify` it is checked when they are decoded.
+        """
+        first = 0
+        for step, blob in enumerate(blobs):
+            distance = self.distance(memoryview(blob))
+            if distance == 0:
+                first = step
+            if distance != step - first or blob[:2] != blobs[first][:2]:
+                raise ValueError(
+                    f"step {step} is frame {distance} of a group; expected frame {step - first}, or 0"
+                )
+        if self._codec.verify:
+            starts = [step for step, blob in enumerate(blobs) if self.distance(memoryview(blob)) == 0]
+            for start, stop in itertools.pairwise([*starts, len(blobs)]):
+                self.decode([memoryview(blob) for blob in blobs[start:stop]], [None] * (stop - start))
 
     def decode(self, blobs: Sequence[memoryview], outs: Sequence[Array | None]) -> None:
         """Decode the first frames of a group into `outs`, uint8 [h, w, 3] each; None of those that are not wanted.
@@ -62,13 +97,15 @@ class Video:
         Raises:
             ValueError: a value of another group, or of another size; or an error of PyAV.
         """
-        context = self._package.CodecContext.create("h264", "r")
+        self.distance(blobs[0])
+        magic = bytes(blobs[0][:2])
+        context = self._package.CodecContext.create(_DECODERS[magic], "r")
         context.thread_count = 1
         most = (self._height + 63) // 64 * 64 * ((self._width + 63) // 64 * 64)
         context.options = {"err_detect": "explode", "max_pixels": str(most)}
         frames: list[Any] = []
         for number, blob in enumerate(blobs):
-            if self.distance(blob) != number:
+            if self.distance(blob) != number or bytes(blob[:2]) != magic:
                 raise ValueError(f"frame {self.distance(blob)} of a group in place of frame {number}")
             frames += context.decode(self._package.Packet(blob[_HEADER.size :]))
             self._place(frames, number, outs)

@@ -139,7 +139,9 @@ def call(system: Any, method: str, *given: Any, **options: Any) -> Any:
 
 
 def _shown(problem: BaseException) -> str:
-    return f"{type(problem).__name__} ({problem})" if str(problem) else type(problem).__name__
+    # Where a file name was set on an OSError without a number, str() shows nothing else.
+    text = str(problem.args[0]) if len(problem.args) == 1 else str(problem)
+    return f"{type(problem).__name__} ({text})" if text else type(problem).__name__
 
 
 def _is_transient(problem: BaseException) -> bool:

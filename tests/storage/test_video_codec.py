@@ -197,7 +197,7 @@ def test_what_is_refused() -> None:
         gear.Codec("video", key_frames=0)
     with table_of() as table:
         for wrong, message in (
-            ([b"GV"], "step 0, is bytes; expected an array or a tensor of torch.uint8 and shape"),
+            ([b"GV"], "is bytes that are no packets .*; expected arrays or tensors of torch.uint8 and shape"),
             (
                 np.zeros((1, H, W + 2, 3), np.uint8),
                 r"an array of shape \[32, 50, 3\]; expected \[32, 48, 3\]",
