@@ -166,6 +166,7 @@ _PARTS = {
     "RemoteDataset": ("transport.remote_dataset", "RemoteDataset"),
     "RemoteOrigin": ("transport.remote_dataset", "RemoteOrigin"),
     "Sampled": ("storage.engine", "Sampled"),
+    "SharedEpochs": ("transport.learner", "SharedEpochs"),
     "TierFiles": ("checkpoint.tier_reader", "FileReader"),
     "connect_through_ray": ("integrations.ray", "connect"),
     "create_on_disk": ("checkpoint.behind", "create"),

@@ -31,9 +31,11 @@ print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - cal
 # For a GPU, for repairs, and parts that the others contain (compiled with them, or called when those are not cached).
 INNER = {
     "gathering.resolve",
-    "queued.queue_drawn",
-    "queued.queue_uniform",
-    "queued.queue_update",
+    "queue_loops.copy_update",
+    "queue_loops.launch_update",
+    "queue_loops.queue_drawn",
+    "queue_loops.queue_prioritized",
+    "queue_loops.queue_uniform",
     "ragged_copies.list_values",
     "sharing.work",
     "entry_points.reclaim",

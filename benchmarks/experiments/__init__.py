@@ -43,6 +43,8 @@ online | cpu | Reverb, TorchRL, cpprb |
     adding by 1 to 8 processes, and reading meanwhile
 remote-write | cpu | Reverb |
     adding to a table of another process over loopback, against a bare socket
+remote-sample | cpu | Reverb |
+    batches of a table of another process over loopback, against a bare socket
 checkpoint | cpu | Reverb, TorchRL, cpprb |
     saving and loading a table, against writing and reading as many bytes
 exhaustion | cpu | TorchRL |

@@ -262,6 +262,9 @@ class Buffers:
         """A whole batch that a compiled call draws, and queues on `stream`; None if it cannot, or not yet."""
         return None
 
+    def was_queued(self) -> None:
+        """Take over what that call has found out about the batch, which it has queued."""
+
     def follow(self, staged: Any, count: int) -> None:
         """Make room for the batch of `count` rows that other buffers of this layout hold."""
 

@@ -19,6 +19,7 @@ from gear_loader.collection.buffers import GpuSide, SpanPart, TensorMemory, grow
 from gear_loader.collection.movers import CudaMover
 from gear_loader.collection.packed import PackedBuffers, PackedLayout
 from gear_loader.collection.tier_rows import split_rows
+from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.kernels.launching import copy
 from gear_loader.kernels.packed_plan import (
     PACKED_BASE,
@@ -39,8 +40,10 @@ from gear_loader.kernels.plan import LINE
 from gear_loader.kernels.split_plan import SplitColumn, SplitPlan
 from gear_loader.native.packed_lines import PLANNED_WIDTH, SOURCE_WIDTH, list_pieces, list_work, plan_rows
 from gear_loader.storage.layout import round_up
+from gear_loader.storage.queued import QueuedBatch, QueuedPacked
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.launch_graph import LaunchGraph
 from gear_loader.utils.streams import current_stream
 
 _LIST_BYTES = 1 << 12
@@ -110,6 +113,7 @@ class PackedDeviceBuffers(PackedBuffers):
         self.window: Array = np.array([layout.offset, layout.length, layout.final], dtype=np.int64)
         self.planned: Array = np.zeros(PLANNED_WIDTH, dtype=np.int64)
         self.has_records = self.has_others = False
+        self._queued: QueuedPacked | None = None
 
     def _replace(self, **made: Any) -> None:
         # What a batch in the memory before had was made for that memory.
@@ -232,6 +236,53 @@ class PackedDeviceBuffers(PackedBuffers):
         found: Callable[[], None] = self._made((self.has_records, self.has_others), make)
         return found
 
+    # ---------------------------------------------------------------- queueing in one call
+
+    def queued(self, stream: torch.cuda.Stream) -> QueuedBatch | None:
+        """A batch of as many rows as the last one."""
+        mover, gpu, queued = self.mover, self.gpu, self._queued
+        graph, key, count, table = gpu.work.graph, gpu.work.key, self.spans.shape[1], mover.own
+        if graph is None or table is None or gpu.parts or mover.follows or self.layout.informs:
+            return None
+        in_records = self.table_columns(table)[1]
+        if key != (self.version, in_records, not in_records):
+            return None
+        if queued is None or queued.graph is not graph or queued.pieces is not self.pieces:
+            queued = None
+        if queued is None or queued.count != count:
+            self._queued = queued = self._made_queued(graph, table, count, stream)
+        queued.after(gpu.released.cuda_event)
+        return queued
+
+    def _made_queued(
+        self, graph: LaunchGraph, table: Table, count: int, stream: torch.cuda.Stream
+    ) -> QueuedPacked:
+        columns, in_records = self.table_columns(table)
+        return QueuedPacked(
+            key=self.gpu.work.key,
+            graph=graph,
+            stream=stream.cuda_stream,
+            filled=self.gpu.filled.cuda_event,
+            wait=self.gpu.filled.synchronize,
+            count=count,
+            names=self.values.names,
+            weights=self.values.weights,
+            window=self.window,
+            columns=columns,
+            starts=self.starts_array,
+            pieces=self.pieces,
+            lists=self.words,
+            planned=self.planned,
+            header=0 if in_records else WORK_WIDTH,
+            adjoin=self.mover.blocks_of(table)[2],
+            most_steps=self.num_steps,
+        )
+
+    def was_queued(self) -> None:
+        assert self._queued is not None
+        self.spans = self._queued.spans
+        self.total, self.longest = self.planned[:2].tolist()
+
 
 class PackedCuda(CudaMover):
     """Fills packed batches by a GPU that reads the tables itself.
@@ -243,12 +294,17 @@ class PackedCuda(CudaMover):
 
     Args:
         layout, device, programs, tables: as for `CudaMover`.
+
+    Attributes:
+        own: the only table, whose rows all are; None if they may lie elsewhere.
     """
 
     layout: PackedLayout
 
     def __init__(self, layout: PackedLayout, *, splits: bool, **options: Any) -> None:
         super().__init__(layout, **options)
+        tables = options["tables"]
+        self.own = tables[0] if len(tables) == 1 and layout.keys == ROW_KEYS else None
         self._steps, self._once = layout.columns_read
         self._tables: dict[Table, tuple[int, int, bool]] = {}
 
@@ -267,7 +323,7 @@ class PackedCuda(CudaMover):
             return False
         columns, in_records = buffers.table_columns(table)
         extent, block_ids = engine.reader().index_arrays()
-        steps, blocks, adjoin = self._blocks_of(table)
+        steps, blocks, adjoin = self.blocks_of(table)
         known, spans = rows.spans is not None, rows.spans
         spans = np.ascontiguousarray(spans) if known else np.empty((2, count), dtype=np.int64)
         slots, anchors = np.ascontiguousarray(rows.slots), np.ascontiguousarray(rows.anchors)
@@ -321,7 +377,7 @@ class PackedCuda(CudaMover):
         self, buffers: PackedDeviceBuffers, table: Table, slots: Array, which: Array
     ) -> tuple[_PackedRows, int]:
         """Rows in memory, and the number of invalid slots and blocks."""
-        count, (steps, blocks, adjoin) = len(which), self._blocks_of(table)
+        count, (steps, blocks, adjoin) = len(which), self.blocks_of(table)
         spans = np.ascontiguousarray(buffers.spans[:, which])
         pieces: Array = np.empty((int((spans[1] // steps + 2).sum()) + count, PIECE_WIDTH), dtype=np.int32)
         found, bad = list_pieces(
@@ -339,7 +395,7 @@ class PackedCuda(CudaMover):
         pieces[found:, PIECE_OUT] = which[: len(pieces) - found]
         return _PackedRows(pieces, found, table), bad
 
-    def _blocks_of(self, table: Table) -> tuple[int, int, bool]:
+    def blocks_of(self, table: Table) -> tuple[int, int, bool]:
         """Steps of a block, number of blocks, and whether a block's last step lies before the first of the next one, in
         every column."""
         if table not in self._tables:

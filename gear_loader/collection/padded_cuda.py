@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,11 +23,11 @@ from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.kernels.launching import copy
 from gear_loader.kernels.plan import MASK, OUT
-from gear_loader.storage.queued import FUNCTIONS, QueuedBatch
+from gear_loader.storage.queued import QueuedBatch, QueuedDraw, QueuedPadded
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces
 from gear_loader.storage.table import Table
-from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.launch_graph import LaunchGraph
 from gear_loader.utils.packing import Layout, packed_bytes
 from gear_loader.utils.streams import current_stream
 
@@ -110,33 +110,28 @@ class PaddedDeviceBuffers(PaddedBuffers):
         graph, key = gpu.work.graph, gpu.work.key
         if graph is None or gpu.parts or layout.late or not self.only_launches:
             return None
-        if key == _ROWS and (layout.keys != ROW_KEYS or layout.row_layouts()):
-            return None  # there is more to write than rows
+        if key == _ROWS and (layout.keys != ROW_KEYS or layout.informs):
+            return None  # there is more to write than rows and weights
         if self.mover.follows:
             return None  # what is drawn may still be on its way
-        drawn, queued = None if key == _ROWS else key, self._queued
-        # Also by the key: the driver may give a new graph the handle of one that was destroyed.
-        if queued is None or (queued.graph, queued.drawn) != (graph.handle, drawn):
-            self._queued = queued = QueuedBatch(
-                self.host["rows"].numpy(),
-                self.host["blocks"].numpy(),
-                layout.reach,
-                draw=(self.random.numpy(), self.beta.numpy()),
-                memory=self.memory[1],
-                drawn=drawn,
-                weights=self.mirror["weights"].data_ptr() - self.memory[1].data_ptr()
-                if layout.weighs
-                else None,
-                functions={name: driver.address_of(name) for name in FUNCTIONS},
-                graph=graph.handle,
-                stream=stream.cuda_stream,
-                filled=gpu.filled.cuda_event,
-                wait=gpu.filled.synchronize,
-            )
+        queued = self._queued
+        if queued is None or queued.graph is not graph:
+            self._queued = queued = self._made_queued(graph, key, stream)
         queued.after(gpu.released.cuda_event)
         self.begin()
         self.is_drawn_here = key != _ROWS
         return queued
+
+    def _made_queued(self, graph: LaunchGraph, key: Hashable, stream: torch.cuda.Stream) -> QueuedBatch:
+        host, weighs, filled = self.host, self.layout.weighs, self.gpu.filled
+        given = host["rows"].numpy(), host["blocks"].numpy(), self.layout.reach
+        options: dict[str, Any] = {"key": key, "count": self.layout.batch_size, "wait": filled.synchronize}
+        options |= {"graph": graph, "stream": stream.cuda_stream, "filled": filled.cuda_event}
+        if key == _ROWS:
+            return QueuedPadded(*given, weights=host["weights"].numpy() if weighs else None, **options)
+        begin = self.mirror["weights"].data_ptr() - self.memory[1].data_ptr() if weighs else None
+        draw = self.random.numpy(), self.beta.numpy()
+        return QueuedDraw(*given, weights=None, draw=draw, memory=self.memory[1], begin=begin, **options)
 
     def plans_of(self, table: Table) -> list[tuple[Plans, torch.Tensor | None]]:
         """The plans that gather the windows of a table; packing and blocks of tables may differ.

@@ -380,7 +380,8 @@ class Prefetcher:
         with region.using(), beside_captures(device), on_device(device):
             reading = releaser.check(buffers)
             done = queue(buffers, item, batch)
-            if done and reading:
+            if done:
+                buffers.was_queued()
                 releaser.end(reading)
         return batch.count if done else 0
 

@@ -19,7 +19,8 @@ from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.selection.weights import weigh
 from gear_loader.storage.ids import joined
 from gear_loader.storage.incoming import checked_priorities
-from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps, settled
+from gear_loader.storage.ragged_input import copied_ragged, with_records
+from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array
 
 Policy = Literal["round_robin", "free_space", "priority_mass", "local"]
@@ -179,14 +180,17 @@ class Placement:
             raise SchemaError(
                 f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
             ) from None
-        given, lengths = [], []
+        given, lengths, schema = [], [], self.schema
         kept = keeps(trajectories)
         for i, trajectory in enumerate(each):
-            rows = as_mapping(trajectory)
+            rows = as_mapping(trajectory, schema.objects)
             rows = settled(rows) if isinstance(rows, Mapping) else rows
-            length, _ = self.schema.validate(rows, what=f"trajectory {i}")
-            given.append(dict(rows) if kept else {name: copied(value) for name, value in rows.items()})
-            lengths.append(length)
+            if not schema.ragged or not isinstance(rows, Mapping):
+                lengths.append(schema.validate(rows, what=f"trajectory {i}")[0])
+            given.append(dict(rows) if kept else {name: copied_ragged(each) for name, each in rows.items()})
+        if schema.ragged:
+            records, _ = with_records(schema, given)
+            lengths = [schema.validate(rows, what=f"trajectory {i}")[0] for i, rows in enumerate(records)]
         longest = min(
             (
                 table.table._engine.longest

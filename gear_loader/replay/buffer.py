@@ -124,7 +124,7 @@ class ReplayBuffer:
     **If the process is killed**, another one can continue by ``if_exists="attach"``, with every transition whose `add`
     has returned (with `hindsight`, without `running`: every episode that has ended). With `disk` alone, the transitions
     of the last `Disk.sync_seconds` are lost. Each transition is kept whole or not at all. Episodes that were running
-    count as truncated: their last observation is there to bootstrap from.
+    count as truncated: their last observation is there to bootstrap from; with `payload` their last transition is lost.
 
     Attributes:
         table: the `Table`. dataset: the `ReplayDataset` that draws the batches, for example for a `DataLoader`. Both

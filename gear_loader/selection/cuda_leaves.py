@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import PriorityError, SchemaError
+from gear_loader.kernels.devices import on_device
 from gear_loader.kernels.launching import copy
 from gear_loader.kernels.sum_tree import (
     BAD_POSITION,
@@ -24,9 +25,9 @@ from gear_loader.kernels.sum_tree import (
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.weights import SHARE, may_leave_range, out_of_range
-from gear_loader.storage.queued import FUNCTIONS, QueuedUpdate
+from gear_loader.storage import queue_loops
+from gear_loader.storage.queued import QueuedUpdate
 from gear_loader.storage.snapshot import Snapshot
-from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import upload
@@ -44,6 +45,8 @@ class CudaLeaves:
         wide: the tree. index: where items are. cut: whether clipped leaves have too much of the probability.
         cuda: whether the device is a GPU.
         status, out_of_range: copies of the GPU's status and of `cut` on the host.
+        update: the last one that was put off until the next draw, if any, to be launched with that, or by
+            `launch_update` before whatever else uses the leaves.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class CudaLeaves:
         self._clean: Array = np.array([NOWHERE, 0, 0], dtype=np.int64)
         self._last: Any = torch.cuda.Event() if self.cuda else None  # recorded after all queued work
         self._streams: set[int] = set()  # streams that have used the tensors
+        self.update: QueuedUpdate | None = None
         self.leave()  # other streams wait until the tensors are initialised
 
     # ---------------------------------------------------------------- order of work
@@ -95,6 +99,7 @@ class CudaLeaves:
         """Order work queued on the current stream after all earlier work of other streams."""
         if not self.cuda:
             return
+        self.launch_update()
         stream = current_stream(self.device)
         stream.wait_event(self._last)
         if stream.cuda_stream not in self._streams:
@@ -116,6 +121,20 @@ class CudaLeaves:
         if self.cuda:
             self._last.record(current_stream(self.device))
 
+    def launch_update(self) -> None:
+        """Launch the update that was put off, if it still waits. The caller holds the mutex.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        update = self.update
+        if update is None or not update.waits:
+            return
+        region = self._context.table._engine.region
+        with region.using(), on_device(self.device):
+            if queue_loops.launch_update(update.words, self._last.cuda_event):
+                raise RuntimeError(f"CUDA could not queue an update: the driver returned {update.code}.")
+
     def tell(self) -> None:
         """Queue copies of the GPU's status, which `raise_late` looks at."""
         copy(self.status, self.wide.status)
@@ -136,6 +155,7 @@ class CudaLeaves:
         """
         if self.cuda:
             if wait:
+                self.launch_update()
                 self._last.synchronize()
             elif not self._last.query():
                 return
@@ -238,6 +258,7 @@ class CudaLeaves:
     @property
     def maximum(self) -> float:
         """Largest priority so far; waits for the GPU."""
+        self.enter()
         return float(self.wide.maximum)
 
     @property
@@ -308,14 +329,9 @@ class UpdateSlot:
         graph, handle = self.work.graph, stream.cuda_stream
         if graph is None or not {consumer.cuda_stream, handle} <= self._streams:
             return None
-        if self._queued is None or (self._queued.graph, self._queued.stream) != (graph.handle, handle):
-            self._queued = QueuedUpdate(
-                {name: driver.address_of(name) for name in FUNCTIONS},
-                graph=graph.handle,
-                stream=handle,
-                given=self.given.cuda_event,
-                done=self.done.cuda_event,
-            )
+        if self._queued is None or self._queued.graph is not graph or self._queued.stream != handle:
+            events = {"given": self.given.cuda_event, "done": self.done.cuda_event}
+            self._queued = QueuedUpdate(graph, handle, **events)
         return self._queued
 
     def copies(self, parts: Parts) -> Array:

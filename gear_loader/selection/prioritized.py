@@ -21,6 +21,8 @@ from gear_loader.selection.updates import request
 from gear_loader.selection.weights import checked_leaves, importance_weights
 from gear_loader.storage.counters import NUM_TOUCHED
 from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch
+from gear_loader.storage.queue_loops import queue_prioritized
+from gear_loader.storage.queued import QueuedBatch, QueuedDraw
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import CudaRows, SelectedRows
 from gear_loader.storage.snapshot import Snapshot
@@ -82,7 +84,8 @@ class PrioritizedSelection(Selection):
             (items.block_steps, items.owner, items.number) if steps else (0, _NO_BLOCKS, _NO_BLOCKS)
         )
         self._anchor = ANCHOR_KINDS[context.anchor]
-        self._inline: tuple[int, Places] | None = None  # rows, and what `fill` draws so many from
+        # Rows, and what `_inline` draws so many from.
+        self._inline_places: tuple[int, Places] | None = None
 
     def _make_leaves(self, items: ItemMap, change: Change) -> Any:
         sampler: Any = self.context.sampler
@@ -127,37 +130,49 @@ class PrioritizedSelection(Selection):
         return self.rows(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
 
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
-        context, count, priorities = self.context, draw.count, self.priorities
-        reader = context.table._engine.reader()
-        if not self._draws_compiled or count != batch.count or not reader.draws_inline:
-            return False
-        with priorities.mutex:
-            if self.history.pending or priorities.unset is not None:
+        reader = self.context.table._engine.reader()
+        with self.priorities.mutex:
+            found = self._inline(draw, batch.count) if reader.draws_inline else None
+            if found is None:
                 return False
-            drawn = np.empty((5, count), dtype=np.int64)
-            tree, inline = priorities.leaves.tree, self._inline
-            if inline is None or inline[0] != count:
-                self._inline = inline = count, Places(*tree.arrays_for(count), *self._places[1:])
-            if not reader.draw_inline(
-                prioritized_batch,
-                batch,
-                inline[1],
-                NUM_TOUCHED,
-                priorities.items.position,
-                count if context.limited else 0,
-                reader.arrays.block_steps,
-                tree.depth,
-                self._places[0],
-                self._anchor,
-                key(draw.seed, LEAVES, draw.epoch),
-                key(draw.seed, ANCHORS, draw.epoch),
-                draw.step,
-                *self._weighing(draw),
-                drawn,
-            ):
+            places, counter, since, samples, how = found
+            given = reader.arrays.block_steps, *how
+            if not reader.draw_inline(prioritized_batch, batch, places, counter, since, samples, *given):
                 return False
-            self.history.remember(draw, drawn)
+            self.history.remember(draw, how[-1])
         return True
+
+    def queue(self, draw: Draw, batch: QueuedBatch, ticket: Ticket) -> bool:
+        reader = self.context.table._engine.reader()
+        if not reader.queues_inline or isinstance(batch, QueuedDraw):
+            return False
+        with self.priorities.mutex:
+            found = self._inline(draw, batch.count)
+            if found is None:
+                return False
+            places, counter, since, samples, how = found
+            given = places.table, reader.arrays.block_steps, reader.arrays.num_blocks, *how
+            if not reader.queue_inline(queue_prioritized, batch, counter, since, samples, ticket, *given):
+                return False
+            self.history.remember(draw, how[-1])
+        return True
+
+    def _inline(self, draw: Draw, count: int) -> tuple[Places, int, int, int, tuple[Any, ...]] | None:
+        """What a compiled call draws from, as `TableReader.draw_inline` takes it, and how, as `prioritized_batch` does;
+        None if it cannot. Needs the mutex."""
+        priorities = self.priorities
+        if not self._draws_compiled or count != draw.count:
+            return None
+        if self.history.pending or priorities.unset is not None:
+            return None
+        tree, inline = priorities.leaves.tree, self._inline_places
+        if inline is None or inline[0] != count:
+            places = Places(*tree.arrays_for(count), *self._places[1:])
+            self._inline_places = inline = count, places
+        keys = key(draw.seed, LEAVES, draw.epoch), key(draw.seed, ANCHORS, draw.epoch)
+        drawn: Array = np.empty((5, count), dtype=np.int64)
+        how = tree.depth, self._places[0], self._anchor, *keys, draw.step, *self._weighing(draw), drawn
+        return inline[1], NUM_TOUCHED, priorities.items.position, self.context.samples(count), how
 
     def _draw_or_wait(self, draw: Draw) -> DrawnItems:
         """`_draw`; with `max_times_sampled`, wait for items until the deadline."""

@@ -32,14 +32,16 @@ from gear_loader.storage.counters import NUM_TOUCHED
 from gear_loader.storage.device_images import follow_writes
 from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.priority_updates import check_names
-from gear_loader.storage.queued import LATE, REFUSED, QueuedBatch, queue_drawn, queue_update
+from gear_loader.storage.queue_loops import IN_STEPS, REFUSED, WORDS, copy_update, queue_drawn
+from gear_loader.storage.queued import QueuedBatch, QueuedDraw
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import CudaRows, DrawPlaces, Reach, SelectedRows
 from gear_loader.storage.snapshot import Snapshot
-from gear_loader.utils.arrays import outside_inference
+from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.streams import current_stream, on_stream
 
+_NO_UPDATE: Array = np.zeros(WORDS, dtype=np.int64)
 _numbers = itertools.count()  # of selections: the launches of one are not those of another
 
 
@@ -99,6 +101,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         with outside_inference(), beside_captures(device):
             super().__init__(context, history=history)
         self._stream: Any = None  # stream that fills batches and runs updates
+        self._at_once = False  # whether one call has queued the last draw
         # Whether a graph is all of a draw: other draws have parts that only torch computes.
         self._draws_by_graph = context.sampler.weighs and not self._leaves.may_leave_range
         self._draws_by_graph &= context.table._engine.reader().queues_inline
@@ -117,7 +120,9 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         context, on, priorities = self.context, self._leaves, self.priorities
         reader = context.table._engine.reader()
         sampler: Any = context.sampler
-        if batch.drawn != self._number or draw.count != batch.count or not self._draws_by_graph:
+        if not isinstance(batch, QueuedDraw) or batch.key != self._number:
+            return False
+        if draw.count != batch.count or not self._draws_by_graph:
             return False
         with priorities.mutex:
             stream, position, copy = self._stream, priorities.items.position, 0
@@ -135,13 +140,19 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                     return False
                 copy = replaced.memory.data_ptr()
             keys = draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)
-            given = *on.reports, *keys, sampler.beta_at(draw.number), copy
+            update = on.update
+            joins = update is not None and update.waits and update.stream == batch.stream
+            if update is not None and update.waits and not joins:
+                on.launch_update()
+            first = (update.words, batch.joined(update)) if update is not None and joins else (_NO_UPDATE, 0)
+            given = *on.reports, *keys, sampler.beta_at(draw.number), copy, *first
             samples = context.samples(draw.count)
             if not reader.queue_inline(queue_drawn, batch, NUM_TOUCHED, position, samples, ticket, *given):
                 return False
             if copy:
-                rows = functools.partial(_parts, replaced.memory, batch.count, batch.count, batch.weights)
+                rows = functools.partial(_parts, replaced.memory, batch.count, batch.count, batch.begin)
                 self.history.remember(draw, _Drawn(rows, replaced.memory))
+            self._at_once = True
         return True
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
@@ -149,6 +160,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
             self.context.table._engine.reader().await_samplable(draw.count)  # outside the mutex
         with self.priorities.mutex:
+            self._at_once = False
             self._leaves.raise_late()
             if self._leaves.cuda:
                 self._stream = current_stream(self._device)
@@ -279,7 +291,10 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         return isinstance(part, torch.Tensor) and part.device == self._device
 
     def _queue_again(self, parts: tuple[Any, ...]) -> bool:
-        """Queue an update like one before in one compiled call; False, having done nothing, if that cannot be."""
+        """Queue an update like one before by compiled calls; False, having done nothing, if that cannot be.
+
+        Where one call has queued the last draw, it is launched with the next one.
+        """
         kinds = zip(parts, PART_DTYPES, strict=True)
         if not all(part is None or (self._is_here(part) and is_plain(part, kind)) for part, kind in kinds):
             return False
@@ -293,14 +308,17 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             update = slot.queued(consumer, stream)
             if update is None:
                 return False
-            result = queue_update(
-                update.words, consumer.cuda_stream, slot.copies(parts), *self._leaves.reports
-            )
-            if result == LATE:
+            leaves = self._leaves
+            leaves.launch_update()
+            leaves.update = update
+            result = copy_update(update.words, consumer.cuda_stream, slot.copies(parts), *leaves.reports)
+            if result == IN_STEPS:
                 return False
             if result == REFUSED:
                 raise RuntimeError(f"CUDA could not queue an update: the driver returned {update.code}.")
             self._updates.take(parts)
+            if not self._at_once:
+                leaves.launch_update()
         return True
 
     def _queue_update(self, parts: Parts) -> None:

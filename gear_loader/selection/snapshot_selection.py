@@ -13,7 +13,8 @@ from gear_loader.selection.random import signed
 from gear_loader.selection.samplers import REPLACED, Draw, SnapshotSampler, Uniform, anchors
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
-from gear_loader.storage.queued import QueuedBatch, queue_uniform
+from gear_loader.storage.queue_loops import queue_uniform
+from gear_loader.storage.queued import QueuedBatch, QueuedDraw
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
@@ -90,7 +91,7 @@ class SnapshotSelection(Selection):
     def queue(self, draw: Draw, batch: QueuedBatch, ticket: Ticket) -> bool:
         reader = self.context.table._engine.reader()
         found = self._inline(draw, batch.count) if reader.queues_inline else None
-        if found is None or batch.drawn is not None:
+        if found is None or isinstance(batch, QueuedDraw):
             return False
         places, counter, since, samples = found
         blocks = reader.arrays.block_steps, reader.arrays.num_blocks

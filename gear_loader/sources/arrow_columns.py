@@ -134,8 +134,25 @@ def is_list(kind: Any) -> bool:
 
 
 def storage(kind: Any) -> Any:
-    """The type under an extension type."""
-    return storage(kind.storage_type) if hasattr(kind, "storage_type") else kind
+    """The type under an extension type; of tensors of one shape lists of lists."""
+    if not hasattr(kind, "storage_type"):
+        return kind
+    under = storage(kind.storage_type)
+    shape = _tensor_shape(kind)
+    if shape is None:
+        return under
+    pa, item = require("pyarrow", _PURPOSE), under.value_type
+    for extent in reversed(shape):
+        item = pa.list_(item, extent)
+    return item
+
+
+def _tensor_shape(kind: Any) -> tuple[int, ...] | None:
+    """The shape of an extension type of tensors: pyarrow's ``fixed_shape_tensor``, and that of Ray Data."""
+    shape = getattr(kind, "shape", None)
+    order = list(getattr(kind, "permutation", None) or ())
+    plain = isinstance(shape, (list, tuple)) and len(shape) > 0 and order == sorted(order)
+    return tuple(shape or ()) if plain and is_list(kind.storage_type) else None
 
 
 def leaf_array(array: Any, leaf: ArrowField) -> Any:
@@ -150,7 +167,13 @@ def stored_array(array: Any) -> Any:
     """The array under an extension type or a dictionary of numbers. Others stay, however often an entry is repeated."""
     types = require("pyarrow", _PURPOSE).types
     if hasattr(array.type, "storage_type"):
-        return stored_array(array.storage)
+        shape, array = _tensor_shape(array.type), stored_array(array.storage)
+        if shape is None or array.null_count:
+            return array
+        array = array.flatten()
+        for extent in reversed(shape):
+            array = require("pyarrow", _PURPOSE).FixedSizeListArray.from_arrays(array, extent)
+        return array
     numbers = types.is_dictionary(array.type) and types.is_primitive(array.type.value_type)
     return array.dictionary_decode() if numbers else array
 

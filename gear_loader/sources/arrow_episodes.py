@@ -10,7 +10,7 @@ which they are complete::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,8 @@ class StepRows(EpisodeReader):
             self._sort = leaves[next(iter(select({step: step}, list(leaves), rows.source)))]
             if self._sort.kind != "number":
                 raise SourceError(f"{rows.source}: step={step!r} is {self._sort.type}; expected numbers.")
+        self._key = key
+        self._numbers: dict[Any, int] = {}  # of an episode in the column
         self._codes, lengths = self._scan(key)
         schema, payload = planned(rows.source, self._leaves, self._once, keep_float64)
         super().__init__(rows.source, lengths, schema, payload=payload)
@@ -80,17 +82,14 @@ class StepRows(EpisodeReader):
         """The episode of each row, numbered as they are complete, and the lengths of episodes."""
         scanned = [leaf for leaf in self._leaves.values() if leaf.scan.needed]
         pieces: list[np.ndarray] = []
-        known: dict[Any, int] = {}
+        known = self._numbers
         row = 0
         for batch in self._rows.batches(top(self._rows, key, *scanned)):
             with readable(self._rows.source):
-                array = self._array(batch, key)
-                refuse_nulls(array, _place(self._rows.source, key, np.arange(row, row + len(batch))))
-                coded = array.dictionary_encode()
-                values = coded.dictionary.to_pylist()
-                numbers = np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
-                if len(values):
-                    pieces.append(numbers[coded.indices.to_numpy()])
+                refuse_nulls(
+                    self._array(batch, key), _place(self._rows.source, key, np.arange(row, row + len(batch)))
+                )
+                pieces.append(self._coded(batch, lambda value: known.setdefault(value, len(known))))
                 for leaf in scanned:
                     place = _place(self._rows.source, leaf, np.arange(row, row + len(batch)))
                     leaf.scan.see(self._array(batch, leaf), place)
@@ -103,8 +102,16 @@ class StepRows(EpisodeReader):
         rank = np.empty(len(known), dtype=np.int64)
         rank[np.argsort(last)] = np.arange(len(known))
         codes = rank[codes]
+        self._numbers = {value: int(rank[number]) for value, number in known.items()}
         self._last = np.sort(last)
         return codes, np.bincount(codes)
+
+    def _coded(self, batch: Any, number: Callable[[Any], int]) -> np.ndarray:
+        """The number of each row's episode."""
+        array = self._array(batch, self._key)
+        coded = array if hasattr(array, "dictionary") else array.dictionary_encode()
+        numbers = np.array([number(value) for value in coded.dictionary.to_pylist()], dtype=np.int64)
+        return numbers[coded.indices.to_numpy()] if len(numbers) else numbers
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
@@ -133,9 +140,10 @@ class StepRows(EpisodeReader):
         left = self.lengths[first:last].copy()
         row = 0
         sort = [] if self._sort is None else [self._sort]
-        for batch in self._rows.batches(top(self._rows, *self._leaves.values(), *sort)):
-            codes = self._codes[row : row + len(batch)]
-            if len(codes) < len(batch):
+        for batch in self._rows.batches(top(self._rows, self._key, *self._leaves.values(), *sort)):
+            with readable(self.source):
+                codes = self._coded(batch, lambda value: self._numbers.get(value, -1))
+            if not np.array_equal(codes, self._codes[row : row + len(batch)]):
                 raise self._changed()
             places = np.flatnonzero((codes >= first) & (codes < last))
             places = places[np.argsort(codes[places], kind="stable")]

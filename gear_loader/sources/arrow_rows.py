@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import glob
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import describe
-from gear_loader.utils.paths import local_path
+from gear_loader.sources.source_files import files_of, open_source
+from gear_loader.utils.paths import is_address
 
 READ_BYTES = 32 * 2**20
 """Bytes of rows that are read at once, about, but at least one row."""
@@ -67,27 +66,6 @@ def _watched(source: str, batches: Iterable[Any]) -> Iterator[Any]:
         yield from batches
 
 
-def files_of(pattern: Any, suffixes: tuple[str, ...]) -> list[str]:
-    """The files of a path, in the order of their names: of a pattern, or those in a directory and below.
-
-    Raises:
-        SourceError: there is none.
-    """
-    path = local_path(pattern, SourceError)
-    if os.path.isfile(path):
-        return [path]
-    ends = [f"**/*{suffix}" for suffix in suffixes]
-    patterns = [os.path.join(glob.escape(path), end) for end in ends] if os.path.isdir(path) else [path]
-    found = sorted({each for pattern in patterns for each in glob.glob(pattern, recursive=True)})
-    found = [each for each in found if os.path.isfile(each)]
-    if not found:
-        raise SourceError(
-            f"{path!r} names no file; expected a file, a pattern such as 'data/*{suffixes[0]}', or a directory with "
-            f"files {' or '.join(suffixes)}."
-        )
-    return found
-
-
 class FileRows(Rows):
     """Rows of files of one schema, one after another.
 
@@ -129,14 +107,14 @@ def parquet_rows(pattern: Any) -> Rows:
     parquet = require("pyarrow.parquet", _PURPOSE)
 
     def texts(path: str) -> list[str]:
-        with parquet.ParquetFile(path) as file:
+        with open_source(path) as source, parquet.ParquetFile(source) as file:
             schema = file.schema
             each = [schema.column(i) for i in range(len(schema))]
             return [leaf.path for leaf in each if leaf.physical_type == "BYTE_ARRAY"]
 
     def read(path: str, columns: Sequence[str]) -> Iterator[Any]:
         # An entry of a dictionary may be large, and often repeated: it stays one.
-        with parquet.ParquetFile(path, read_dictionary=texts(path)) as file:
+        with open_source(path) as source, parquet.ParquetFile(source, read_dictionary=texts(path)) as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
             size = max(1, min(_MOST_ROWS, int(READ_BYTES / max(row, 1.0))))
@@ -145,7 +123,7 @@ def parquet_rows(pattern: Any) -> Rows:
                 yield from file.iter_batches(row_groups=[number], **options)
 
     def schema(path: str) -> Any:
-        with parquet.ParquetFile(path) as file:
+        with open_source(path) as source, parquet.ParquetFile(source) as file:
             return file.schema_arrow
 
     return FileRows(files_of(pattern, (".parquet", ".pq")), schema, read)
@@ -157,7 +135,10 @@ def arrow_rows(pattern: Any) -> Rows:
     ipc = require("pyarrow.ipc", _PURPOSE)
 
     def opened(path: str, stack: contextlib.ExitStack, columns: Sequence[str] | None) -> Any:
-        memory = stack.enter_context(pa.memory_map(path))
+        source = open_source(path) if is_address(path) else None
+        memory = stack.enter_context(
+            pa.memory_map(path) if source is None else pa.PythonFile(source, mode="r")
+        )
         magic = memory.read(6)
         memory.seek(0)
         options = ipc.IpcReadOptions()
@@ -239,8 +220,12 @@ class RayRows(Rows):
 
     def __init__(self, source: str, dataset: Any) -> None:
         with readable(source):
-            super().__init__(source, dataset.schema().base_schema)
+            first = next(iter(dataset.iter_batches(batch_format="pyarrow", batch_size=1)), None)
+        if first is None:
+            raise SourceError(f"{source} has no rows; expected at least one.")
+        super().__init__(source, first.schema)
         self._dataset = dataset
+        dataset.context.execution_options.preserve_order = True  # it is read more than once
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
         chosen = self._dataset.select_columns(list(columns))

@@ -94,7 +94,7 @@ class Filling:
         piece: list[Episode] = []
         taken = 0
         for episode in episodes:
-            long = sum(_size(episode[name]) for name in ragged if name in episode)
+            long = sum(_text_size(episode[name]) for name in ragged if name in episode)
             if long > most and self.piece is not None:  # before a copy of them is made
                 raise SourceError(
                     f"{self.reader.source}: an episode has {long:,} bytes of values of any length; the table has "
@@ -158,6 +158,13 @@ def _size(values: Any) -> int:
     if isinstance(values, (list, tuple)):
         return sum(map(_size, values))
     return len(values) if isinstance(values, (str, bytes)) else 64
+
+
+def _text_size(values: Any) -> int:
+    """Bytes of text and of encoded values, at least: one object may be there many times."""
+    if isinstance(values, (str, bytes)):
+        return len(values)
+    return sum(len(v) for v in values if isinstance(v, (str, bytes))) if isinstance(values, list) else 0
 
 
 def advancing(episodes: Iterator[Any], lengths: np.ndarray, advance: Callable[[int], None]) -> Iterator[Any]:

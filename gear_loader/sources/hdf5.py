@@ -37,8 +37,10 @@ from gear_loader.sources.episodes import (
 from gear_loader.sources.hdf5_file import (
     FileArray,
     ReadError,
+    any_length,
     array_path,
     find_arrays,
+    listed,
     open_file,
     read_rows,
     readable,
@@ -79,7 +81,8 @@ def read_hdf5(
     A trajectory ends with the step at which `terminals` or `timeouts` (or both) is set. The arrays get the
     standard names: observations -> observation, actions -> action, rewards -> reward, terminals ->
     terminated, timeouts -> truncated, next_observations -> next_observation, infos/qpos -> info.qpos; any
-    other array of as many rows is a column of its own name, with dots for slashes. `Episode.final` has the last row of
+    other array of as many rows is a column of its own name, with dots for slashes. Strings are columns of ``str`` (of
+    ASCII: ``bytes``), arrays of variable length those of any length. `Episode.final` has the last row of
     next_observations; it is empty if the file has none, as the next row of observations is that of another trajectory.
 
     Args:
@@ -185,6 +188,10 @@ class HDF5Episodes(EpisodeReader):
                 schema[name] = Column(torch.bool)
                 continue
             what = f"{source}: column {array.path!r}"
+            column = any_length(array)
+            if column is not None:
+                schema[name] = column
+                continue
             dtype = plan_dtype(array.role, array.dtype, what, keep_float64=keep_float64)
             schema[name] = column_of(dtype, array.step_shape, what)
         super().__init__(source, self._ends - starts, schema, self._following)
@@ -263,7 +270,7 @@ class HDF5Episodes(EpisodeReader):
                     )
                 first = last
 
-    def _load(self, file: Any, name: str, first: int, last: int, start: int, stop: int) -> np.ndarray:
+    def _load(self, file: Any, name: str, first: int, last: int, start: int, stop: int) -> Any:
         """Read one column of the trajectories `first` to `last` - 1, which are the steps `start` to `stop` - 1."""
         array = self._columns[name]
         if array is None:
@@ -273,6 +280,13 @@ class HDF5Episodes(EpisodeReader):
                 values = read_rows(file, array, start, stop)
             except ReadError as error:
                 raise self._locate(file, array, first, last, error) from error
+            if self.schema[name].ragged is not None:
+                try:
+                    return listed(values, self.schema[name])
+                except UnicodeDecodeError as error:
+                    raise SourceError(
+                        f"{self.source}: column {array.path!r} is no UTF-8 at steps {start} to {stop - 1}: {error}."
+                    ) from error
             path, finite = array.path, is_finite_role(array.role, self._allow_nonfinite)
 
             def place(step: int | None) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
+from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
+from gear_loader.storage.schema import Column
 
 _DEPTH = 16  # most nested groups; a deeper file is assumed to contain a cycle
 
@@ -42,6 +44,35 @@ class FileArray:
     def row_bytes(self) -> int:
         """Bytes of one row, at least 1."""
         return max(1, math.prod(self.shape[1:]) * self.dtype.itemsize)
+
+
+def any_length(array: FileArray) -> Column | None:
+    """The column of strings, or of arrays of one dimension and any length; None of arrays of numbers."""
+    h5py = require("h5py", "Reading an HDF5 file")
+    if array.step_shape:
+        return None
+    text = h5py.check_string_dtype(array.dtype)
+    if text is not None:
+        return Column(str if text.encoding == "utf-8" else bytes)
+    item = h5py.check_vlen_dtype(array.dtype)
+    if item is None or item.kind not in "biuf":
+        return None
+    found = torch_dtypes().get(item.newbyteorder("=").name)
+    return None if found is None else Column(found, (None,))
+
+
+def listed(values: np.ndarray, column: Column) -> list[Any]:
+    """The rows of an array of which `any_length` makes a column.
+
+    Raises:
+        UnicodeDecodeError: text is no UTF-8.
+    """
+    assert column.ragged is not None
+    found: list[Any] = values.tolist() if values.dtype.kind == "S" else list(values)
+    if column.ragged.kind == "array":
+        dtype = NUMPY_DTYPES[column.ragged.dtype_name]
+        return [np.ascontiguousarray(value, dtype) for value in found]
+    return [value.decode() for value in found] if column.ragged.kind == "str" else found
 
 
 class ReadError(Exception):

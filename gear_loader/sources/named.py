@@ -28,7 +28,7 @@ _OPENERS: dict[str, Callable[..., Any] | str] = {
     "hf": "arrow_sources:read_hf",
     "lerobot": "lerobot:read_lerobot",
     "minari": "minari:read_minari",
-    "npz": "npz:read_npz",
+    "npz": "npz_episodes:read_npz",
     "parquet": "arrow_sources:read_parquet",
     "rlds": "rlds:read_rlds",
     "robomimic": "robomimic:read_robomimic",

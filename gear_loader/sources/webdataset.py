@@ -14,9 +14,10 @@ import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
-from gear_loader.sources.arrow_rows import READ_BYTES, Rows, files_of, readable
+from gear_loader.sources.arrow_rows import READ_BYTES, Rows, readable
 from gear_loader.sources.arrow_sources import read_rows
 from gear_loader.sources.episodes import Columns, EpisodeReader, listing
+from gear_loader.sources.source_files import files_of, open_source
 from gear_loader.utils.checks import one_of
 
 MOST_BYTES = 2**30
@@ -166,8 +167,9 @@ class _Tar:
 
     def __enter__(self) -> _Tar:
         with readable(f"The file {self._path!r}"):
-            self._raw = open(self._path, "rb")
-            packed = self._raw.peek(2)[:2] == b"\x1f\x8b"
+            self._raw = open_source(self._path)
+            packed = self._raw.read(2) == b"\x1f\x8b"
+            self._raw.seek(0)
         self._file = _Bounded(gzip.GzipFile(fileobj=self._raw) if packed else self._raw)
         return self
 

@@ -341,3 +341,19 @@ def checked_priorities(priority: Any, count: int) -> Array:
             f"priority{which} is {values[bad]}; expected a finite number (as float32) that is not negative."
         )
     return narrow
+
+
+def prefix_missing(steps: Any, generation: Any) -> SchemaError:
+    """The error for these, given without a prefix."""
+    return SchemaError(
+        f"prefix_steps is {shown(steps)} and prefix_generation {shown(generation)} without prefix; give it, or none of "
+        "them."
+    )
+
+
+def prefix_numbers(name: str, value: Any, count: int) -> Array:
+    """What `Table.extend` takes of `count` trajectories' prefixes, int64 [count]; SchemaError for anything else."""
+    values = numbers(value, name, "iu", f"an integer, or {count} of them")
+    if values.shape not in ((), (count,)):
+        raise SchemaError(f"{name} is {shown(value)}; expected an integer, or [{count}] of them.")
+    return np.broadcast_to(values, (count,)).astype(np.int64)

@@ -37,6 +37,8 @@ __all__ = [
     "UNCHANGED",
     "InlineBatch",
     "Places",
+    "draw_uniform",
+    "draw_weighed",
     "prioritized_batch",
     "uniform_batch",
 ]
@@ -145,6 +147,75 @@ def _gather(
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def draw_uniform(
+    items: Any, steps: Any, anchor: Any, first: Any, stride: Any, seed: Any, step: Any, epoch: Any, names: Any
+) -> None:
+    """Draw rows as `uniform_rows` does into `names`, int64 [3, n]. Arguments as of `uniform_batch`."""
+    slots, lengths, generations, sums = (
+        _int64(items, 0),
+        _int64(items, 1),
+        _int64(items, 2),
+        _int64(items, 3),
+    )
+    uniform_rows(slots, lengths, generations, sums, steps, anchor, seed, step, epoch, names)
+    if first != 0 or stride != 1:
+        for b in range(names.shape[1]):
+            names[1, b] = first + stride * names[1, b]
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def draw_weighed(
+    index: Any,
+    tree: Any,
+    wide_depth: Any,
+    item_steps: Any,
+    anchor: Any,
+    key: Any,
+    anchor_key: Any,
+    step: Any,
+    least: Any,
+    beta: Any,
+    scale: Any,
+    drawn: Any,
+) -> Any:
+    """Draw rows as `draw_rows` does, and weigh them as `importance` does; False if every leaf is 0.
+
+    Args:
+        index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`. The others: as for
+            `prioritized_batch`.
+    """
+    count = drawn.shape[1]
+    last = drawn[4].view(np.float32)
+    weighed, values = last[:count], last[count:]
+    if not draw_rows(
+        _float32(tree, 0),
+        _float64(tree, 1),
+        _int64(tree, 2),
+        wide_depth,
+        key,
+        step,
+        carray(pointer(tree[3, 0]), (wide_depth + 2, tree[3, 1]), np.float64),
+        carray(pointer(tree[4, 0]), (4, tree[4, 1]), np.uint64),
+        carray(pointer(tree[5, 0]), (tree[5, 1],), np.uint64),
+        _float64(tree, 6),
+        _float64(tree, 7),
+        item_steps,
+        _int32(tree, 8),
+        _int32(tree, 9),
+        carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64),
+        _int64(index, 3),
+        _int64(index, 4),
+        anchor,
+        anchor_key,
+        drawn[:4],
+        values,
+    ):
+        return False
+    importance(values, least, beta, scale, weighed)
+    return True
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def _has_changed(counters: Any, counter: Any, value: Any) -> Any:
     return counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[counter] != value
 
@@ -188,17 +259,8 @@ def uniform_batch(  # type: ignore[no-untyped-def]
         return UNCHANGED
     if counters[NUM_SPILLED] != 0:
         return UNCHANGED
-    slots, lengths, generations, sums = (
-        _int64(items, 0),
-        _int64(items, 1),
-        _int64(items, 2),
-        _int64(items, 3),
-    )
     names = carray(pointer(batch[0, 0]), (3, batch[0, 1]), np.int64)
-    uniform_rows(slots, lengths, generations, sums, steps, anchor, seed, step, epoch, names)
-    if first != 0 or stride != 1:
-        for b in range(names.shape[1]):
-            names[1, b] = first + stride * names[1, b]
+    draw_uniform(items, steps, anchor, first, stride, seed, step, epoch, names)
     bad = _gather(index, batch, names[0], names[1], names[2], block_steps, spans, returns)
     if bad == 0:
         counters[NUM_SAMPLED] += samples
@@ -248,35 +310,11 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
         return UNCHANGED
     if counters[NUM_SPILLED] != 0:
         return UNCHANGED
-    count = drawn.shape[1]
-    last = drawn[4].view(np.float32)
-    weighed, values = last[:count], last[count:]
-    if not draw_rows(
-        _float32(tree, 0),
-        _float64(tree, 1),
-        _int64(tree, 2),
-        wide_depth,
-        key,
-        step,
-        carray(pointer(tree[3, 0]), (wide_depth + 2, tree[3, 1]), np.float64),
-        carray(pointer(tree[4, 0]), (4, tree[4, 1]), np.uint64),
-        carray(pointer(tree[5, 0]), (tree[5, 1],), np.uint64),
-        _float64(tree, 6),
-        _float64(tree, 7),
-        item_steps,
-        _int32(tree, 8),
-        _int32(tree, 9),
-        carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64),
-        _int64(index, 3),
-        _int64(index, 4),
-        anchor,
-        anchor_key,
-        drawn[:4],
-        values,
+    if not draw_weighed(
+        index, tree, wide_depth, item_steps, anchor, key, anchor_key, step, least, beta, scale, drawn
     ):
         return UNCHANGED
-    importance(values, least, beta, scale, weighed)
-    _float32(batch, 2)[:] = weighed
+    _float32(batch, 2)[:] = drawn[4].view(np.float32)[: drawn.shape[1]]
     bad = _gather(index, batch, drawn[0], drawn[1], drawn[2], block_steps, spans, returns)
     if bad == 0:
         counters[NUM_SAMPLED] += samples

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gear_loader.errors import SchemaError, StaleIndexError
-from gear_loader.storage.incoming import Steps
+from gear_loader.storage.incoming import Steps, prefix_missing, prefix_numbers
 from gear_loader.storage.prefixes import Prefixes, leaders_of, prefixes_of
 from gear_loader.storage.ragged_input import Payload, joined_payloads
 from gear_loader.storage.readers import Ticket
-from gear_loader.utils.arrays import Array, numbers, shown
+from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
     from gear_loader.storage.engine import Engine
@@ -30,10 +30,7 @@ class Beginning:
 
     def __init__(self, engine: Engine, prefix: Any, steps: Any, generation: Any) -> None:
         if prefix is None:
-            raise SchemaError(
-                f"prefix_steps is {shown(steps)} and prefix_generation {shown(generation)} without prefix; give it, or "
-                "none of them."
-            )
+            raise prefix_missing(steps, generation)
         if not engine.region.layout.prefixes:
             raise SchemaError(
                 "A prefix was given, and the table shares no blocks; expected a table that was created with "
@@ -96,12 +93,12 @@ class Beginning:
 
     def _begin(self, count: int, ticket: Ticket) -> tuple[Array, Array, Array]:
         """Begin a read ticket; return slots, generations and steps of what trajectories begin with, int64 [count]."""
-        slots = _integers("prefix", self._prefix, count)
+        slots = prefix_numbers("prefix", self._prefix, count)
         chosen = np.flatnonzero(slots >= 0)
         known, counts = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
         wanted = self._generation
-        wanted = None if wanted is None else _integers("prefix_generation", wanted, count)
-        given = None if self._steps is None else _integers("prefix_steps", self._steps, count)
+        wanted = None if wanted is None else prefix_numbers("prefix_generation", wanted, count)
+        given = None if self._steps is None else prefix_numbers("prefix_steps", self._steps, count)
         known[chosen], lengths = self._engine.index.reader.begin_read_rows(slots[chosen], ticket)
         if wanted is not None and (bad := np.flatnonzero(known[chosen] != wanted[chosen])).size:
             row = chosen[bad[0]]
@@ -118,13 +115,6 @@ class Beginning:
                 f"steps of index {slots[row]}."
             )
         return slots, known, counts
-
-
-def _integers(name: str, value: Any, count: int) -> Array:
-    values = numbers(value, name, "iu", f"an integer, or {count} of them")
-    if values.shape not in ((), (count,)):
-        raise SchemaError(f"{name} is {shown(value)}; expected an integer, or [{count}] of them.")
-    return np.broadcast_to(values, (count,)).astype(np.int64)
 
 
 class _Copies:

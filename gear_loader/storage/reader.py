@@ -18,7 +18,8 @@ from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.inline import HELD, InlineBatch, Places
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
-from gear_loader.storage.queued import BUSY, LATE, REFUSED, QueuedBatch
+from gear_loader.storage.queue_loops import BUSY, IN_STEPS, REFUSED
+from gear_loader.storage.queued import QueuedBatch
 from gear_loader.storage.readers import Readers, Ticket
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.snapshot import Log, Snapshot
@@ -154,7 +155,8 @@ class TableReader:
         arguments of the last batch in the same memory.
 
         Args:
-            loop: of `gear_loader.storage.queued`. batch: where the rows go. ticket: begun, for the caller to release.
+            loop: of `gear_loader.storage.queue_loops`. batch: where the rows go.
+            ticket: begun, for the caller to release.
             counter, since, samples: as for `draw_inline`. given: the loop's arguments after `words`.
 
         Returns:
@@ -167,7 +169,7 @@ class TableReader:
             return False
         while (bad := loop(self._places.table, batch.words, *given)) == BUSY:
             batch.wait()
-        if bad == LATE:
+        if bad == IN_STEPS:
             self.undo(ticket)
             return False
         if bad == REFUSED:

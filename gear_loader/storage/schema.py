@@ -367,9 +367,8 @@ class Window:
                 raise SchemaError(
                     f"Window at has {shown(each)}; expected steps, as integers, or seconds with fps=: steps a second."
                 )
-            step = (
-                integer("Window at", each) if fps is None else round(float(each) * fps) if finite(each) else 0
-            )
+            exact = float(each) * fps if fps is not None and finite(each) else 0.0
+            step = integer("Window at", each) if fps is None else round(exact) if abs(exact) < 2**31 else 0
             if fps is not None and not (finite(each) and abs(step / fps - each) <= _TOLERANCE):
                 raise SchemaError(
                     f"Window at has {shown(each)}, with fps={fps!r}; expected seconds that are multiples of "

@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -186,6 +186,7 @@ class Peer:
         seconds: float | None = None,
         wait: float | None = None,
         here: bool = False,
+        prefixes: Sequence[Array] = (),
     ) -> Answer[Array]:
         """Add trajectories to a table of the server, all or none.
 
@@ -201,6 +202,7 @@ class Peer:
             wait: seconds that the server may wait for free space or the rate limiter; by default until shortly before
                 the deadline. A server has a limit of its own.
             here: as for `fetch`.
+            prefixes: slots of what the trajectories begin with, steps and generations, as of STORE; none by default.
 
         Returns:
             A future of their slots, int64 [n].
@@ -231,7 +233,8 @@ class Peer:
             0 if isinstance(rows, Stacked) or not schema.ragged else sum(each.value_bytes for each in rows)
         )
         said = again, ahead, before, milliseconds, payload
-        request = Store(table, schema, lengths, ids, priorities, finals, *said)
+        begins: Any = prefixes
+        request = Store(table, schema, lengths, ids, priorities, finals, *said, *begins)
         parts = bulk_parts(request, rows)
 
         def finish(small: memoryview) -> Array:

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -149,6 +149,7 @@ class Delivery:
         finals: Array | None = None,
         *,
         waits: bool = True,
+        prefixes: Sequence[Array] = (),
     ) -> Array:
         """Store trajectories, all or none, and wait for it.
 
@@ -158,6 +159,7 @@ class Delivery:
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
             waits: whether to try again while the table is full; a rate limiter that holds inserts back, or a lock, is
                 always waited for.
+            prefixes: as for `Peer.store`.
 
         Returns:
             Their indices in the server's table, int64 [n]; -1 for one that was evicted before the answer came.
@@ -171,7 +173,8 @@ class Delivery:
         ids = self.ids(len(priorities))
 
         def attempt(again: bool, seconds: float) -> Array:
-            return self._store(rows, priorities, finals, ids, again=again, seconds=seconds)
+            given = rows, priorities, finals, ids
+            return self._store(*given, again=again, seconds=seconds, prefixes=prefixes)
 
         return until_done(attempt, _STORED_OR_NOT, timeout=self.timeout, waits=waits)
 
@@ -211,12 +214,12 @@ class Delivery:
         again: bool,
         seconds: float,
         ahead: int = 0,
+        prefixes: Sequence[Array] = (),
     ) -> Array:
         given = self._table, self._schema, rows, priorities, ids, finals
         wait, here = self._wait(seconds), not ahead  # parts are those of a connection
-        return self._peer.store(
-            *given, ahead=ahead, again=again, seconds=seconds, wait=wait, here=here
-        ).result()
+        more: Any = {"ahead": ahead, "again": again, "prefixes": prefixes}
+        return self._peer.store(*given, seconds=seconds, wait=wait, here=here, **more).result()
 
     def _wait(self, seconds: float) -> float:
         """Seconds that a server may wait in an attempt of so many: its refusal comes before any deadline of ours."""

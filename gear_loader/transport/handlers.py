@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from gear_loader.storage.edits import set_columns
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ID, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.incoming import Steps
 from gear_loader.storage.late import fill_columns
+from gear_loader.storage.prefix_input import Beginning
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
@@ -75,6 +76,7 @@ def _store(tables: TableCache, request: Store, data: Array, at_once: bool) -> Re
     table.check_schema(request.schema, added=True)
     ids, once = request.ids, table.stored_once
     slow = any(values.kind in ("object", "coded") for values in request.schema.ragged.values())  # to check
+    slow = slow or request.prefixes is not None
     if at_once and (slow or not len(ids) or once.may_wait(ids, again=request.again)):
         raise LockTimeoutError("This may have to wait for another request.")
 
@@ -96,9 +98,22 @@ def _add(table: AttachedTable, request: Store, data: Array, at_once: bool) -> Ar
     # Clients make up ids that no other trajectory has; one that is stored again may be there.
     unique = given is not None and not request.again and _of_clients(given)
     finals = request.finals if request.has_finals else None
-    steps = _located(table.schema.added, request, data)
+    begins = _beginning(table, request)
+    common = () if begins is None else begins.records(len(request.lengths))
+    steps = _located(table.schema.added, request, data, common)
     index = table.at_once if at_once else table.engine.index
-    return table.engine.store_steps(steps, priorities, given, finals, unique=unique, index=index)
+    prefixes = None if begins is None else begins.located(steps)
+    options: Any = {"unique": unique, "index": index, "prefixes": prefixes}
+    return table.engine.store_steps(steps, priorities, given, finals, **options)
+
+
+def _beginning(table: AttachedTable, request: Store) -> Beginning | None:
+    """What trajectories begin with, as it was given to a client."""
+    if request.prefixes is None:
+        return None
+    given = request.prefix_steps, request.prefix_generations
+    steps, generations = (each if each is not None and (each >= 0).any() else None for each in given)
+    return Beginning(table.engine, request.prefixes, steps, generations)
 
 
 def store_one(tables: TableCache, kind: OneStore, one: One, data: Array, offsets: list[int]) -> bytes:
@@ -134,8 +149,13 @@ def _of_clients(ids: Array) -> bool:
     return bool((ids & LARGEST_ORIGIN == CLIENT_ORIGIN).all())
 
 
-def _located(schema: Schema, request: Store, data: Array) -> Steps:
+def _located(
+    schema: Schema, request: Store, data: Array, common: Sequence[Mapping[str, Array]] = ()
+) -> Steps:
     """The trajectories of a request in its bulk part, where those of a column follow each other.
+
+    Args:
+        common: as for `payload_of`.
 
     Raises:
         TransportError, SchemaError: ragged values, as of `payload_of`.
@@ -147,7 +167,7 @@ def _located(schema: Schema, request: Store, data: Array) -> Steps:
         places = dict(zip(schema, request.columns, strict=True))
         records = {name: data[places[name][0] :][: places[name][1]] for name in schema.ragged}
         size = request.bulk_bytes
-        made, payload = payload_of(schema, lengths, records, data[size - request.payload : size])
+        made, payload = payload_of(schema, lengths, records, data[size - request.payload : size], common)
         starts = [
             made[name].ctypes.data if name in made else at for name, at in zip(schema, starts, strict=True)
         ]

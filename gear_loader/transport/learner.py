@@ -14,6 +14,7 @@ from gear_loader.dataset import ReplayDataset
 from gear_loader.dataset.options import Prefetch, Ranks
 from gear_loader.dataset.origin import Origin
 from gear_loader.errors import GearError, RateLimitError, SchemaError, TableEmptyError, TransportError
+from gear_loader.selection.base import Selection
 from gear_loader.selection.step_budget import Steps
 from gear_loader.storage.table import Table
 from gear_loader.transport.access import refusal
@@ -26,6 +27,7 @@ from gear_loader.utils.checks import at_least
 from gear_loader.utils.waiting import Interrupted, interruptible, limited
 
 _MOST_KEEP = 1024  # batches that a dataset of a learner keeps
+_MOST_EPOCHS = 64  # that learners divide
 _LEAST = 0.01  # seconds of an attempt to draw
 
 
@@ -50,24 +52,65 @@ class LearnerAnswer(NamedTuple):
 
 
 class _Served:
-    """A table whose priorities of trajectories all of its learners share."""
+    """A table of a learner.
 
-    def __init__(self, table: Table, *, shares: bool) -> None:
-        self._table, self._shares = table, shares
+    Attributes:
+        epochs: of the streams that learners divide. key: of this learner's, or "". epoch: that it is about to begin.
+        shares: whether updates of priorities go to the table.
+    """
+
+    def __init__(self, table: Table, epochs: SharedEpochs, *, shares: bool, key: str) -> None:
+        self._table, self.epochs, self.shares, self.key = table, epochs, shares, key
+        self.epoch = 0
 
     def origin(self, ranks: Ranks) -> Origin:
-        return _ServedOrigin(self._table, ranks) if self._shares else Origin(self._table, ranks)
+        return _ServedOrigin(self._table, ranks, self)
+
+
+class SharedEpochs:
+    """What epochs of a stream that several learners divide are drawn from: the same for all of them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._looks: collections.OrderedDict[tuple[str, int], tuple[Any, float]] = collections.OrderedDict()
+
+    def look(self, key: str, epoch: int, look: Callable[[], tuple[Any, float]]) -> tuple[Any, float]:
+        """What the first learner of an epoch has seen by `look`."""
+        with self._guard:
+            if (key, epoch) in self._looks:
+                return self._looks[key, epoch]
+        found = look()  # may wait for items
+        with self._guard:
+            found = self._looks.setdefault((key, epoch), found)
+            while len(self._looks) > _MOST_EPOCHS:
+                self._looks.popitem(last=False)
+            return found
 
 
 class _ServedOrigin(Origin):
-    is_shared = True
+    """What a learner draws from: the table, whose priorities it shares, and epochs that others may share."""
+
+    def __init__(self, table: Table, ranks: Ranks, served: _Served) -> None:
+        super().__init__(table, ranks)
+        self._served = served
+
+    @property
+    def is_shared(self) -> bool:
+        return self._served.shares
+
+    def begin_epoch(
+        self, selection: Selection, look: Callable[[], tuple[Any, float]], *, fresh: bool
+    ) -> tuple[Any, float]:
+        served = self._served
+        return look() if not served.key else served.epochs.look(served.key, served.epoch, look)
 
 
 class Learner:
     """Executes the calls of one learner, and keeps the answers until they have arrived.
 
     Args:
-        table: to draw from. options: of its dataset, as JSON; None for a learner that chooses rows itself.
+        table: to draw from. epochs: of the server.
+        options: of its dataset, as JSON; None for a learner that chooses rows itself.
         allow: as for `Server`. most_bytes: of a batch. wait: seconds that a draw waits for trajectories.
 
     Attributes:
@@ -79,8 +122,10 @@ class Learner:
         SchemaError: options that are invalid for the table. TransportError: invalid options.
     """
 
-    def __init__(self, table: Table, options: Any, *, allow: str, most_bytes: int, wait: float) -> None:
-        self._table = table
+    def __init__(
+        self, table: Table, options: Any, epochs: SharedEpochs, *, allow: str, most_bytes: int, wait: float
+    ) -> None:
+        self._table, self._epochs = table, epochs
         self._allow = allow
         self._most_bytes = most_bytes
         self._wait = wait
@@ -116,12 +161,19 @@ class Learner:
             raise SchemaError(f"{keep:,} batches are to be kept; expected at most {_MOST_KEEP:,}.")
         sampler = options.get("sampler")
         shares = sampler is not None and sampler.by_priority and sampler.unit == "trajectory"
-        source: Any = _Served(self._table, shares=shares)
+        ranks = options.get("ranks") or Ranks()
+        passes = sampler is not None and sampler.passes and (ranks.world_size or 1) > 1
+        named = {**options, "ranks": ranks.world_size}
+        key = f"{self._table.name}: {sorted(named.items(), key=str)}" if passes else ""
+        source: Any = _Served(self._table, self._epochs, shares=shares, key=key)
+        self._served = source
         missing = {"batch_size", "windows"} - set(options)
         if missing:
             raise TransportError(f"The options of a dataset lack {sorted(missing)}.")
         dataset = ReplayDataset(source, device="cpu", prefetch=Prefetch(0, keep=keep), **options)
         self._check_size(dataset, options["batch_size"])
+        dataset._selected()  # which remembers as many draws
+        dataset.keep = 1  # answers that have not arrived refer to their memory
         return dataset
 
     def _check_size(self, dataset: ReplayDataset, batch_size: Any) -> None:
@@ -256,6 +308,7 @@ class Learner:
         position = {"epoch": epoch, "before": 0, "step": step, "past": past}
         dataset._position.load_state_dict({**dataset._position.state_dict(), **position})
         self._at = epoch, step, past
+        self._served.epoch = epoch
         self._batches = iter(dataset)
 
     def _next(self, _: Mapping[str, Any], __: Any) -> Any:

@@ -75,6 +75,7 @@ class LearnerCalls:
                 made: Learner = provided("Learner")(
                     table,
                     options,
+                    resources.learners.epochs(provided("SharedEpochs")),
                     allow=resources.allow,
                     most_bytes=limits.learner_bytes,
                     wait=asked.wait / 1e3,

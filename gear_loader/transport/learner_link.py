@@ -90,8 +90,9 @@ class BatchMemory:
         if size <= _SMALL and not self._pinned:
             return aligned(size)
         room = size + ALIGNMENT
-        for i, (owner, copied) in enumerate(self._kept):
-            # Tensors refer to their array, and that to the one which owns the memory, as do entry, loop and call.
+        for i in reversed(range(len(self._kept))):  # the latest: a cache is more likely to hold it
+            owner, copied = self._kept[i]
+            # Tensors refer to their array, and that to the one which owns the memory, as do entry, name and call.
             unused = room <= len(owner) <= 4 * room and sys.getrefcount(owner) <= 3
             if unused and (copied is None or copied.query()):
                 self._kept.append(self._kept.pop(i))

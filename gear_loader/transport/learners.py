@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gear_loader.errors import TransportError
 from gear_loader.transport.wire import Limits
@@ -21,6 +21,7 @@ class Learners:
         self._limits = limits
         self._guard = threading.Lock()
         self._known: dict[bytes, Learner] = {}
+        self._epochs: Any = None
 
     def take(self, identity: bytes, owner: object, make: Callable[[], Learner]) -> tuple[Learner, bool]:
         """The learner, which belongs to `owner` from now on, and whether it was known.
@@ -43,6 +44,12 @@ class Learners:
         with self._guard:
             self._known[identity] = made
         return made, False
+
+    def epochs(self, make: Callable[[], Any]) -> Any:
+        """The epochs that learners divide; made by the first."""
+        with self._guard:
+            self._epochs = self._epochs or make()
+            return self._epochs
 
     def left(self, learner: Learner, owner: object) -> None:
         """The connection of a learner is lost."""

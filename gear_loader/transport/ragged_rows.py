@@ -19,7 +19,7 @@ from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.coders import coder_of, video_of
 from gear_loader.storage.decoding import check_encoded
 from gear_loader.storage.ragged import Values, msgpack
-from gear_loader.storage.ragged_input import Payload, StepValues, with_records
+from gear_loader.storage.ragged_input import Common, Payload, StepValues, with_records
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.utils.arrays import Array, data_address
 
@@ -52,15 +52,25 @@ def copied_values(addresses: Array, sizes: Array) -> Array:
 
 
 def with_values(
-    schema: Schema, trajectories: Sequence[Any]
+    schema: Schema, trajectories: Sequence[Any], common: Common | None = None
 ) -> tuple[list[Any], list[dict[str, list[Array]]]]:
     """Trajectories with the records of a message in place of ragged values, and copies of these.
+
+    Args:
+        common: as of `with_records`.
 
     Raises:
         SchemaError: values that do not fit; the message names the first trajectory.
     """
-    given, payload = with_records(schema, trajectories)
-    names = [name for rows in given if isinstance(rows, Mapping) for name in schema.ragged if name in rows]
+    given, payload = with_records(schema, trajectories, common)
+    in_common: Any = [{}] * len(given) if common is None else common(len(given))
+    names = [
+        name
+        for rows, known in zip(given, in_common, strict=True)
+        if isinstance(rows, Mapping)
+        for name in schema.ragged
+        if name in rows and name not in known
+    ]
     values: list[dict[str, list[Array]]] = [{} for _ in given]
     for name, (number, begin, end), records in zip(
         names, payload.runs.tolist(), payload.records, strict=True
@@ -122,12 +132,18 @@ def taken(
 
 
 def payload_of(
-    schema: Schema, lengths: Array, records: Mapping[str, Array], payload: Array
+    schema: Schema,
+    lengths: Array,
+    records: Mapping[str, Array],
+    payload: Array,
+    common: Sequence[Mapping[str, Array]] = (),
 ) -> tuple[dict[str, Array], Payload]:
     """The ragged values of trajectories, to be stored.
 
     Args:
         lengths: int64 [n], steps of each. records, payload: as for `taken`.
+        common: of each trajectory, the records of values that it has in common with others; in place of its own, which
+            are empty.
 
     Returns:
         Column -> records that will be completed, int64 [values, 2]; and the values.
@@ -153,7 +169,18 @@ def payload_of(
         for i in range(n)
         for whole, bound in zip(made.values(), bounds, strict=True)
     ]
-    return made, Payload(runs, sizes, rows, addresses, targets, payload)
+    kept = np.ones(len(runs), dtype=bool)
+    for i, known in enumerate(common):
+        for name, record in known.items():
+            run = i * len(names) + list(names).index(name)
+            if rows[begins[run] : ends[run]].any():
+                raise SchemaError(
+                    f"Trajectory {i} has the column {name!r}, which is per group, and a prefix, whose values it has in "
+                    "common; leave it out. Nothing was changed."
+                )
+            targets[run][:], kept[run] = record, False
+    targets = [target for target, mine in zip(targets, kept, strict=True) if mine]
+    return made, Payload(runs[kept], sizes, rows, addresses, targets, payload)
 
 
 def _check_values(
@@ -176,6 +203,8 @@ def _check_values(
     elif values.coded is not None:
         coder = coder_of(values.coded)
         for i, blob in enumerate(_pieces(memory, ends)):
+            if not len(blob) and column.group:
+                continue  # of a trajectory with a prefix
             check_encoded(values.coded, coder, blob, what(i))
 
 

@@ -19,6 +19,8 @@ from gear_loader.storage.incoming import (
     checked_priorities,
     checked_priority,
     listed,
+    prefix_missing,
+    prefix_numbers,
     rectangular,
     stacked_bytes,
     stacked_rows,
@@ -27,6 +29,7 @@ from gear_loader.storage.incoming import (
 from gear_loader.storage.late_values import check_late, checked_fill
 from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.ragged import check_fixed
+from gear_loader.storage.ragged_input import Common
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table_rules import check_seconds
@@ -194,8 +197,7 @@ class RemoteTable(RemoteReads):
         prefix_steps: int | None = None,
         prefix_generation: int | None = None,
     ) -> int:
-        """Store one trajectory, and wait until it can be drawn. Arguments as for `Table.add`, but for a prefix, which
-        is refused.
+        """Store one trajectory, and wait until it can be drawn. Arguments as for `Table.add`.
 
         Returns:
             Index of the trajectory in the server's table, or -1 if it was evicted before the answer came.
@@ -205,14 +207,18 @@ class RemoteTable(RemoteReads):
             TransportError: the server's clients may only read, `Table.serve` with ``allow="read"``.
         """
         self._check()
-        _refuse_prefix(prefix, prefix_steps, prefix_generation)
+        begins = _prefixes((prefix, prefix_steps, prefix_generation), 1)
         first = checked_priority(priority)
         rows = (
             as_mapping(trajectory, self._added.objects)
             if final is None
             else with_final(self._added, trajectory, final)
         )
-        (checked,) = Rows.listed(self._added, [rows])
+        (checked,) = Rows.listed(self._added, [rows], self._common(begins))
+        if begins:
+            finals = np.array([final is not None], dtype=np.int64)
+            given = [checked], np.array([first], dtype=np.float32), finals
+            return int(self._delivery.store(*given, waits=self._waits, prefixes=begins)[0])
         return self._delivery.store_one(checked, first, int(final is not None), waits=self._waits)
 
     def extend(
@@ -225,9 +231,10 @@ class RemoteTable(RemoteReads):
         prefix_steps: int | Sequence[int] | Array | None = None,
         prefix_generation: int | Sequence[int] | Array | None = None,
     ) -> Array:
-        """Store many trajectories. Arguments as for `Table.extend`, but for prefixes, which are refused.
+        """Store many trajectories. Arguments as for `Table.extend`.
 
-        They are sent in requests of a limited size; each request is stored as a whole or not at all.
+        They are sent in requests of a limited size; each request is stored as a whole or not at all. Give
+        `prefix_generation` where the table evicts: what a prefix names may leave between two requests.
 
         Returns:
             Indices of the trajectories in the server's table, int64 [n]; -1 for one that was evicted meanwhile.
@@ -236,12 +243,12 @@ class RemoteTable(RemoteReads):
             As `add`; what earlier requests stored stays stored.
         """
         self._check()
-        _refuse_prefix(prefix, prefix_steps, prefix_generation)
-        rows = self._all_checked(trajectories, lengths)
+        given = prefix, prefix_steps, prefix_generation
+        rows = self._all_checked(trajectories, lengths, given)
         counts = (
             rows.lengths if isinstance(rows, Stacked) else np.array([each.length for each in rows], np.int64)
         )
-        priorities = checked_priorities(priority, len(counts))
+        priorities, begins = checked_priorities(priority, len(counts)), _prefixes(given, len(counts))
         sizes = counts * self._added.step_bytes + self._added.trajectory_bytes
         if not isinstance(rows, Stacked):
             sizes += np.array([each.value_bytes for each in rows], dtype=np.int64)
@@ -249,15 +256,28 @@ class RemoteTable(RemoteReads):
         while low < len(counts):
             high = low + self._delivery.counts(sizes[low:])
             part = rows.part(low, high) if isinstance(rows, Stacked) else rows[low:high]
-            stored.append(self._delivery.store(part, priorities[low:high], waits=self._waits))
+            some = [each[low:high] for each in begins]
+            chosen = part, priorities[low:high]
+            stored.append(self._delivery.store(*chosen, waits=self._waits, prefixes=some))
             low = high
         return np.concatenate(stored)
 
-    def _all_checked(self, trajectories: Any, lengths: Any) -> list[Rows] | Stacked:
+    def _common(self, begins: Sequence[Array]) -> Common | None:
+        """The empty records of values that trajectories have in common with those that they begin with."""
+        empty = dict.fromkeys(self._added.per_group, np.zeros(2, dtype=np.int64))
+        if not begins or not empty:
+            return None
+        return lambda _: [empty if slot >= 0 else {} for slot in begins[0].tolist()]
+
+    def _all_checked(self, trajectories: Any, lengths: Any, prefix: Any) -> list[Rows] | Stacked:
         """Trajectories as bytes: views of stacked ones and of those in a list, copies of those of an iterator."""
+
+        def checked(found: list[Any]) -> list[Rows]:
+            return Rows.listed(self._added, found, self._common(_prefixes(prefix, len(found))))
+
         lengths = rectangular(trajectories) if lengths is None else lengths
         if lengths is not None and self._added.ragged:
-            return Rows.listed(self._added, stacked_rows(self._added, trajectories, lengths))
+            return checked(stacked_rows(self._added, trajectories, lengths))
         if lengths is not None:
             return Stacked(*stacked_bytes(self._added, trajectories, lengths))
         if isinstance(as_mapping(trajectories), Mapping):
@@ -271,7 +291,7 @@ class RemoteTable(RemoteReads):
         for each in items:
             rows = as_mapping(each, self._added.objects)
             found.append(copy.deepcopy(dict(rows)) if not kept and isinstance(rows, Mapping) else rows)
-        return Rows.listed(self._added, found)
+        return checked(found)
 
     def update_priority(
         self,
@@ -555,9 +575,15 @@ def _stop(spool: Spool, peer: Peer) -> None:
     spool.join()
 
 
-def _refuse_prefix(*given: Any) -> None:
-    if any(each is not None for each in given):
-        raise SchemaError(
-            "prefix was given to a table behind a server; expected none, as whole trajectories are sent there. Send "
-            "them with all of their steps, or add them in a process of that machine."
-        )
+def _prefixes(given: Sequence[Any], count: int) -> list[Array]:
+    """What `count` trajectories begin with, as STORE has it, int64 [count] each; empty if nothing was given."""
+    prefix, steps, generation = given
+    if prefix is None:
+        if steps is not None or generation is not None:
+            raise prefix_missing(steps, generation)
+        return []
+    names = "prefix", "prefix_steps", "prefix_generation"
+    return [
+        np.full(count, -1, dtype=np.int64) if value is None else prefix_numbers(name, value, count)
+        for name, value in zip(names, given, strict=True)
+    ]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gear_loader.errors import TransportError
+from gear_loader.storage.ragged_input import Common
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.channel import Bytes, as_bytes
@@ -56,11 +57,11 @@ class Rows(NamedTuple):
         return cls(length, [arrays], arrays)
 
     @classmethod
-    def listed(cls, schema: Schema, trajectories: Sequence[Any]) -> list[Rows]:
-        """Trajectories as bytes, after their checks; ragged values are copied."""
+    def listed(cls, schema: Schema, trajectories: Sequence[Any], common: Common | None = None) -> list[Rows]:
+        """Trajectories as bytes, after their checks; ragged values are copied. `common`: as of `with_records`."""
         values: Sequence[ValueBytes] = [{}] * len(trajectories)
         if schema.ragged:
-            trajectories, values = with_values(schema, trajectories)
+            trajectories, values = with_values(schema, trajectories, common)
         found = [cls.of(schema, each, f"trajectory {i}") for i, each in enumerate(trajectories)]
         return [rows._replace(values=each) for rows, each in zip(found, values, strict=True)]
 
@@ -106,6 +107,7 @@ class Store:
             rows; 0 without any.
         wait: milliseconds that the server may wait for free space or the rate limiter.
         payload: bytes of ragged values, behind the columns in the bulk part.
+        prefixes, prefix_steps, prefix_generations: int64 [n], as of STORE; None if nothing begins with steps of others.
     """
 
     table: str
@@ -119,6 +121,9 @@ class Store:
     before: int = 0
     wait: int = 0
     payload: int = 0
+    prefixes: Array | None = None
+    prefix_steps: Array | None = None
+    prefix_generations: Array | None = None
 
     @functools.cached_property
     def has_finals(self) -> bool:
@@ -192,7 +197,8 @@ class Store:
         except TransportError as error:
             raise ProtocolError(f"schema of a message STORE: {error}") from None
         rows = lengths, found.ids, found.priorities, finals
-        store = cls(found.table, schema, *rows, found.again, parts, before, found.wait)
+        begins = found.prefixes, found.prefix_steps, found.prefix_generations
+        store = cls(found.table, schema, *rows, found.again, parts, before, found.wait, 0, *begins)
         if float(before) * schema.step_bytes > limits.store_bytes - bulk:
             raise ProtocolError(
                 f"The trajectory of a message STORE has {before:,} rows in parts and {bulk:,} bytes; at most "
@@ -374,7 +380,7 @@ def bulk_parts(request: Store, rows: Sequence[Rows] | Stacked) -> list[Bytes | b
             piece
             for name in request.schema.ragged
             for each in rows
-            for piece in each.values[name]
+            for piece in each.values.get(name, ())
             if len(piece)
         ]
     return parts

@@ -1,8 +1,9 @@
 """Trees of values in messages: JSON, beside which the bytes of their tensors lie.
 
 A tensor is ``{"t": [dtype, shape, offset]}``, a mapping ``{"d": {...}}``, a `Batch` ``{"b": {...}}``, and a `Ragged`
-``{"r": [values, offsets, shape]}``; lists, numbers, text, booleans and None are themselves. Tensors begin at multiples
-of 128 bytes.
+``{"r": [values, offsets, shape]}``. ``"m"`` is a mapping of other keys, ``"s"``, ``"x"`` and ``"y"`` are lists of text
+and of bytes, and bytes: two tensors. Other lists, numbers, text, booleans and None are themselves. Tensors begin at
+multiples of 128 bytes.
 """
 
 from __future__ import annotations
@@ -54,12 +55,22 @@ class PackedTree:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, Mapping):
+            if not all(isinstance(key, str) for key in value):
+                return {"m": [[self._node(key), self._node(each)] for key, each in value.items()]}
             kind = "b" if isinstance(value, Batch) else "d"
-            return {kind: {str(key): self._node(each) for key, each in value.items()}}
+            return {kind: {key: self._node(each) for key, each in value.items()}}
         if isinstance(value, Ragged):
             return {"r": [self._tensor(value.values), self._tensor(value.offsets), list(value.shape)]}
         if isinstance(value, np.ndarray):
             return self._tensor(torch.from_numpy(np.ascontiguousarray(value)))
+        if isinstance(value, bytes):
+            return {"y": self._texts([value])}
+        if isinstance(value, list) and value and all(isinstance(each, (str, bytes)) for each in value):
+            kinds = set(map(type, value))
+            if kinds == {str}:
+                return {"s": self._texts([each.encode("utf-8", "surrogatepass") for each in value])}
+            if kinds == {bytes}:
+                return {"x": self._texts(value)}
         if isinstance(value, (list, tuple)):
             return [self._node(each) for each in value]
         if isinstance(value, np.generic):
@@ -69,6 +80,12 @@ class PackedTree:
         raise SchemaError(
             f"A value of type {type(value).__name__} was to be sent; expected tensors, numbers and text."
         )
+
+    def _texts(self, values: list[bytes]) -> list[Any]:
+        """Bytes of values one after another, and where each ends."""
+        data = np.frombuffer(bytearray(b"".join(values)), dtype=np.uint8)
+        ends = np.cumsum([len(each) for each in values])
+        return [self._tensor(torch.from_numpy(data)), self._tensor(torch.from_numpy(ends))]
 
     def _tensor(self, tensor: torch.Tensor) -> dict[str, Any]:
         known = self._places.get(id(tensor))
@@ -169,12 +186,21 @@ def _read(node: Any, memory: Array, depth: int) -> Any:
             return Batch(found) if kind == "b" else found
         if kind == "t":
             return _tensor(memory, *value)
+        if kind == "m":
+            return {_read(key, memory, depth + 1): _read(each, memory, depth + 1) for key, each in value}
+        if kind in ("s", "x", "y"):
+            data, ends = (_tensor(memory, *part["t"]).numpy() for part in value)
+            begins = [0, *ends[:-1].tolist()]
+            texts: list[Any] = [data[i:j].tobytes() for i, j in zip(begins, ends.tolist(), strict=True)]
+            if kind == "s":
+                return [str(each, "utf-8", "surrogatepass") for each in texts]
+            return texts if kind == "x" else texts[0]
         if kind == "r":
             values, offsets, shape = value
             return Ragged(_tensor(memory, *values["t"]), _tensor(memory, *offsets["t"]), tuple(shape))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ProtocolError(f"A tree of values is invalid ({type(error).__name__}: {error}).") from None
-    raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected 'b', 'd', 't' or 'r'.")
+    raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected one of 'bdmrstxy'.")
 
 
 def _tensor(memory: Array, name: str, shape: list[int], offset: int) -> torch.Tensor:

@@ -189,7 +189,7 @@ part only, as the spec lays it out."""
 STORE = WireMessage(
     Kind.STORE,
     n=u32.to("rows"),
-    flags=_flags("has_finals", "again", "has_parts"),
+    flags=_flags("has_finals", "again", "has_parts", "has_prefixes"),
     lengths=i64["n"],
     ids=i64["n"],
     priorities=f32["n"],
@@ -197,6 +197,9 @@ STORE = WireMessage(
     wait=u32,
     parts=u32.where("has_parts"),
     before=u64.where("has_parts"),
+    prefixes=i64["n"].where("has_prefixes"),
+    prefix_steps=i64["n"].where("has_prefixes"),
+    prefix_generations=i64["n"].where("has_prefixes"),
     table=_name,
     schema=_json,
 )
@@ -205,7 +208,8 @@ ragged values, see `ragged_rows`.
 
 again: it is sent again, with the ids of the first time, because its answer did not arrive. parts, before: of the only
 trajectory, this many PART messages of the connection have brought this many rows. wait: milliseconds that the server
-may wait for free space or the rate limiter. STORED has the slots, int64 [n]."""
+may wait for free space or the rate limiter. prefixes: slots of what trajectories begin with, -1 for nothing; steps and
+generations are -1 throughout if none were given. STORED has the slots, int64 [n]."""
 PART = WireMessage(Kind.PART, id=i64.to((1 << 63) - 1), number=u64, rows=u64)
 """The next steps of a trajectory that is stored later; it has no answer. Bulk part: as that of STORE, of the columns
 that have steps."""

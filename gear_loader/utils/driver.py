@@ -17,6 +17,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuGraphCreate": [_POINTER, ctypes.c_uint],
     "cuGraphAddKernelNode_v2": [_POINTER, _POINTER, _POINTER, ctypes.c_size_t, _POINTER],
     "cuGraphAddMemcpyNode": [_POINTER, _POINTER, _POINTER, ctypes.c_size_t, _POINTER, _POINTER],
+    "cuGraphAddChildGraphNode": [_POINTER, _POINTER, _POINTER, ctypes.c_size_t, _POINTER],
     "cuGraphInstantiateWithFlags": [_POINTER, _POINTER, ctypes.c_ulonglong],
     "cuGraphDestroy": [_POINTER],
     "cuGraphExecDestroy": [_POINTER],

@@ -45,19 +45,21 @@ class LaunchGraph:
     """Work that can be launched, with the tensors that it uses.
 
     Args:
-        library: of the driver. handle: of the executable graph, which is destroyed with this. tensors: kept as long.
+        library: of the driver. handle, graph: of the executable graph, and of the one that it was made of, which are
+            destroyed with this. kept: as long, tensors and other graphs.
 
     Attributes:
-        handle: as given.
+        handle, graph: as given.
     """
 
-    def __init__(self, library: Any, handle: int, tensors: list[torch.Tensor]) -> None:
-        self._launch, self.handle, self._tensors = library.cuGraphLaunch, handle, tensors
+    def __init__(self, library: Any, handle: int, graph: int, kept: list[Any]) -> None:
+        self._launch, self.handle, self.graph, self._kept = library.cuGraphLaunch, handle, graph, kept
         process = os.getpid()
 
         def destroy() -> None:
             if os.getpid() == process:  # a forked child has no GPU
                 library.cuGraphExecDestroy(handle)
+                library.cuGraphDestroy(graph)
 
         weakref.finalize(self, destroy).atexit = False
 
@@ -76,14 +78,14 @@ class _Nodes:
     """The nodes of a graph, one after another; see `gear_loader.kernels.launching.Builder`.
 
     Attributes:
-        graph: the graph; 0 until there is one. tensors: what its nodes use.
+        graph: the graph; 0 until there is one. kept: what its nodes use.
     """
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._last = ctypes.c_void_p()
         self.graph = ctypes.c_void_p()
-        self.tensors: list[torch.Tensor] = []
+        self.kept: list[Any] = []
 
     def begin(self) -> None:
         """Make an empty graph."""
@@ -94,10 +96,10 @@ class _Nodes:
         if code:
             raise _Refused(f"{name} returned {code}")
 
-    def _add(self, name: str, parameters: ctypes.Structure, *more: Any) -> None:
+    def _add(self, name: str, parameters: Any, *more: Any) -> None:
         node, before = ctypes.c_void_p(), self._last
         count = 0 if before.value is None else 1
-        given = ctypes.byref(before), count, ctypes.byref(parameters)
+        given = ctypes.byref(before), count, parameters
         self._check(name, ctypes.byref(node), self.graph, *given, *more)
         self._last = node
 
@@ -117,8 +119,8 @@ class _Nodes:
         parameters = driver.KernelNode(
             made.function, *shape, _WARP * made.metadata.num_warps, 1, 1, made.metadata.shared, places
         )
-        self._add("cuGraphAddKernelNode_v2", parameters)
-        self.tensors += [each for each in arguments if isinstance(each, torch.Tensor)]
+        self._add("cuGraphAddKernelNode_v2", ctypes.byref(parameters))
+        self.kept += [each for each in arguments if isinstance(each, torch.Tensor)]
 
     def add_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.is_contiguous()
@@ -126,8 +128,14 @@ class _Nodes:
         assert (target.dtype, target.shape) == (source.dtype, source.shape)
         count, context = source.numel() * source.element_size(), ctypes.c_void_p()
         self._check("cuCtxGetCurrent", ctypes.byref(context))
-        self._add("cuGraphAddMemcpyNode", driver.copy_node(target, source, count), context)
-        self.tensors += [target, source]
+        parameters = driver.copy_node(target, source, count)
+        self._add("cuGraphAddMemcpyNode", ctypes.byref(parameters), context)
+        self.kept += [target, source]
+
+    def add_graph(self, graph: LaunchGraph) -> None:
+        """Add all work of a graph."""
+        self._add("cuGraphAddChildGraphNode", graph.graph)
+        self.kept.append(graph)
 
 
 def packed_arguments(
@@ -163,23 +171,43 @@ def build(queue: Callable[[], object]) -> LaunchGraph | None:
     Args:
         queue: launches kernels, and copies, by `gear_loader.kernels.launching`; does nothing else on the GPU.
     """
-    library = driver.library()
-    if library is None:
-        return None
-    nodes, handle = _Nodes(library), ctypes.c_void_p()
     try:
-        try:
-            nodes.begin()
-            hand_to(nodes, queue)
-            nodes._check("cuGraphInstantiateWithFlags", ctypes.byref(handle), nodes.graph, 0)
-        finally:
-            if nodes.graph.value:
-                library.cuGraphDestroy(nodes.graph)
+        return _built(lambda nodes: hand_to(nodes, queue))
     except _Refused as error:
         notice("launch-graph", f"Batches are queued kernel by kernel: no CUDA graph of them ({error}).")
         return None
-    assert handle.value is not None
-    return LaunchGraph(library, handle.value, nodes.tensors)
+
+
+def join(*graphs: LaunchGraph) -> LaunchGraph | None:
+    """Build a graph of the work of several, one after another; None if that cannot be done."""
+
+    def add(nodes: _Nodes) -> None:
+        for graph in graphs:
+            nodes.add_graph(graph)
+
+    try:
+        return _built(add)
+    except _Refused:
+        return None
+
+
+def _built(add: Callable[[_Nodes], object]) -> LaunchGraph | None:
+    """A graph of the nodes that `add` adds; None without a driver."""
+    library = driver.library()
+    if library is None:
+        return None
+    nodes, handle, made = _Nodes(library), ctypes.c_void_p(), None
+    try:
+        nodes.begin()
+        add(nodes)
+        nodes._check("cuGraphInstantiateWithFlags", ctypes.byref(handle), nodes.graph, 0)
+        assert handle.value is not None
+        assert nodes.graph.value is not None
+        made = LaunchGraph(library, handle.value, nodes.graph.value, nodes.kept)
+        return made
+    finally:
+        if made is None and nodes.graph.value:
+            library.cuGraphDestroy(nodes.graph)
 
 
 class RepeatedWork:

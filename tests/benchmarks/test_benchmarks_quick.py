@@ -80,6 +80,11 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         {key: {"carrier", "ours"} for key in ("whole", "batches", "steps", "commits")},
         "left out: Reverb: ",
     ),
+    "remote-sample": (
+        "--threads 1 --trajectories 300 --batch 64 --peers PEERS",
+        {key: {"carrier", "ours"} for key in ("W1", "transitions")},
+        "left out: Reverb, gRPC: ",
+    ),
     "checkpoint": (
         "--threads 1 --trajectories 100 --peers PEERS --folder HERE",
         {

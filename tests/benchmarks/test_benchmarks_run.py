@@ -25,6 +25,7 @@ NAMES = (
     "select",
     "online",
     "remote-write",
+    "remote-sample",
     "checkpoint",
     "exhaustion",
     "memory",

@@ -121,6 +121,7 @@ def test_consecutive_steps_are_a_plain_window(table: Any) -> None:
         ({"at": [0.5]}, "seconds with fps"),
         ({"at": [0.25], "fps": 10}, "multiples of"),
         ({"at": [float("nan")], "fps": 10}, "multiples of"),
+        ({"at": [1e300], "fps": 1e300}, "multiples of"),
         ({"at": [0], "fps": 0}, "above 0"),
         ({"length": 2, "fps": 10}, "sequence of steps"),
         ({"length": 3, "at": [0, 5]}, "without them"),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import os
+import signal
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +18,7 @@ import torch
 from distributed_common import run_ranks
 
 import gear_loader as gear
-from gear_loader.distributed import Shards
+from gear_loader.distributed import Placement, Shards
 from gear_loader.distributed import remote as remote_module
 from gear_loader.errors import SchemaError
 from gear_loader.transport import nixl_agent
@@ -32,6 +37,7 @@ SCHEMA = {
     "task": gear.Column(str, per="trajectory"),
 }
 RAGGED = [name for name in SCHEMA if name != "step"]
+NO_UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCX is not installed")
 NO_NIXL = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is not installed")
 
 
@@ -158,7 +164,9 @@ def draw_all(shards: Shards, rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["socket", pytest.param("nixl", marks=NO_NIXL)])
+@pytest.mark.parametrize(
+    "transport", ["socket", pytest.param("ucx", marks=NO_UCX), pytest.param("nixl", marks=NO_NIXL)]
+)
 def test_ranks_get_the_batches_of_one_process(transport: str) -> None:
     ranks = run_ranks(3, rank_of, draw_all, transport)
     with Shards([make(None, shard) for shard in range(3)]) as shards:
@@ -175,3 +183,131 @@ def test_two_shards_of_one_process_have_the_values_of_their_rows() -> None:
     with Shards([make(None, shard) for shard in (0, 1)]) as shards:
         for name in CASES:
             assert len(draw(shards, name, 1, count=3)) == 3
+
+
+# ---------------------------------------------------------------- rows that leave, servers that die
+
+
+def replace(table: gear.Table, shard: int, ends: threading.Event) -> None:
+    for number in itertools.count(COUNTS[shard]):
+        if ends.wait(0.002):
+            return
+        table.add(trajectory(100 * shard + number % 90))
+
+
+def storm(shards: Shards, rank: int, world: int) -> int:
+    """Trajectories are evicted all the time, also between the two requests for a row and its values."""
+    ends = threading.Event()
+    writer = threading.Thread(target=replace, args=(shards.table, rank, ends))
+    writer.start()
+    gone = 0
+    try:
+        for name in ("padded", "packed"):
+            options = {"device": "cpu", "batch_size": 24, "batches_per_epoch": 30, **CASES[name]}
+            data = gear.ReplayDataset(shards, **options)
+            for number, batch in enumerate(data):
+                check(batch)
+                if rank == 1 and number == 10:
+                    os.kill(shards._servers.process.pid, signal.SIGKILL)
+            gone += data.num_gone
+        shards.exchange.barrier()
+    finally:
+        ends.set()
+        writer.join()
+    return gone
+
+
+def far_rank(rank: int, world: int, work: Callable[[Shards, int, int], Any]) -> Any:
+    table = gear.Table.create(
+        SCHEMA,
+        name=f"gear-ragged-storm-{os.getppid()}-{rank}",
+        memory=gear.Memory(payload="128KiB"),
+        max_steps=400,
+        max_trajectories=20,
+        on_full="evict_oldest",
+        block_steps=4,
+    )
+    for i in range(COUNTS[rank]):
+        table.add(trajectory(100 * rank + i))
+    try:
+        with Shards(table, timeout=200, transport="socket", node=f"node-{rank}") as shards:
+            return work(shards, rank, world)
+    finally:
+        table.unlink()
+
+
+@pytest.mark.long
+def test_values_are_those_of_their_rows_while_trajectories_leave_and_a_server_is_killed() -> None:
+    assert sum(run_ranks(2, far_rank, storm)) > 0
+
+
+# ---------------------------------------------------------------- what goes over the network
+
+IMAGES, GROUP = (2, 48, 48, 3), 8
+SHARED = {
+    "token": gear.Column(torch.int64),
+    "images": gear.Column(torch.uint8, (None, *IMAGES[1:]), per="group"),
+}
+
+
+def grouped(rank: int, world: int) -> tuple[int, int, int]:
+    """Rows and groups of another node in a batch of whole groups, and the bytes of values that were requested."""
+    table = gear.Table.create(
+        SHARED,
+        name=f"gear-ragged-groups-{os.getppid()}-{rank}",
+        memory=gear.Memory(payload="4MiB", prefixes=True),
+        max_steps=4000,
+        max_trajectories=100,
+    )
+    for number in range(10 * rank, 10 * rank + 4):
+        steps = {"token": np.full(3, number)}
+        first = table.add({**steps, "images": np.full(IMAGES, number, np.uint8)})
+        table.extend([steps] * (GROUP - 1), prefix=first, prefix_steps=0)
+    try:
+        with Shards(table, timeout=60, transport="socket", node=f"node-{rank}") as shards:
+            windows = {"token": gear.Whole(), "images": None}
+            options = {"windows": windows, "layout": "packed", "device": "cpu", "batch_size": 4 * GROUP}
+            data = gear.ReplayDataset(shards, sampler=gear.Fifo(replacement=False), **options)
+            (batch,) = list(data)
+            numbers = batch["token"][batch["cu_seqlens"][:-1].long()]
+            for number, each in zip(numbers.tolist(), batch["images"].tolist(), strict=True):
+                assert tuple(each.shape) == IMAGES
+                assert each.unique().tolist() == [number]
+            far = batch["shard"] != rank
+            (source,) = (each.source for each in data._buffers.collectors)
+            shards.exchange.barrier()
+            return int(far.sum()), len(numbers[far].unique()), source.values.num_bytes
+    finally:
+        table.unlink()
+
+
+@pytest.mark.long
+def test_values_that_rows_have_in_common_are_sent_once() -> None:
+    found = run_ranks(2, grouped)
+    assert all(count == groups * int(np.prod(IMAGES)) for _, groups, count in found)
+    rows, groups, _ = (sum(part) for part in zip(*found, strict=True))
+    assert rows >= 6 * groups > 0
+
+
+def placed(shards: Shards, rank: int, world: int, folder: str) -> int:
+    """Trajectories that ranks add to any shard, also with an iterator; and a checkpoint of all of them."""
+    placement = Placement(shards, "round_robin")
+    for i in range(4):
+        placement.add(trajectory(500 + 10 * rank + i))
+    placement.extend(trajectory(550 + 10 * rank + i) for i in range(4))
+    shards.exchange.barrier()
+    for name in CASES:
+        draw(shards, name, world)
+    gear.distributed.save(shards, folder)
+    return len(shards.table)
+
+
+@pytest.mark.long
+def test_trajectories_that_other_nodes_store_and_a_checkpoint_on_fewer_ranks(tmp_path: Path) -> None:
+    counts = run_ranks(3, rank_of, functools.partial(placed, folder=str(tmp_path / "kept")), "socket")
+    assert sum(counts) == sum(COUNTS) + 24
+    assert all(count > before for count, before in zip(counts, COUNTS, strict=True))
+    with gear.distributed.load(str(tmp_path / "kept")) as table, Shards(table) as shards:
+        assert len(table) == sum(counts)
+        for name in CASES:
+            draw(shards, name, 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from table_common import fresh_name
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableEmptyError
@@ -192,3 +195,35 @@ def test_values_that_do_not_fit_add_nothing() -> None:
     buffer.add(good, 0, 0.0, good, True, False)
     assert len(buffer) == 2
     buffer.table.check_valid()
+
+
+KILLED = """
+import os, sys, time
+import gear_loader as gear
+
+buffer = gear.ReplayBuffer(100, payload="64KiB", device="cpu", **{options!r})
+for i in range(9):
+    buffer.add(f"obs {{i}}", b"x" * i, float(i), f"obs {{i + 1}}", i == 5, False)
+len(buffer)
+time.sleep({seconds})
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["disk", "name"])
+def test_another_process_goes_on(kind: str, tmp_path: Any) -> None:
+    options = (
+        {"disk": str(tmp_path / "disk")} if kind == "disk" else {"name": fresh_name(), "if_exists": "attach"}
+    )
+    code = KILLED.format(options=options, seconds=3 if kind == "disk" else 0)  # until it is written
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    buffer: Any = gear.ReplayBuffer(100, payload="64KiB", device="cpu", **options)
+    buffer.add("obs 9", b"", 9.0, "obs 10", True, False)
+    batch = buffer.sample(200)
+    found = set(zip(batch["obs"], batch["next_obs"], batch["action"], strict=True))
+    kept = [*range(8), 9]  # without the last transition of the episode that was running
+    assert found == {(f"obs {i}", f"obs {i + 1}", b"x" * (i % 9)) for i in kept}
+    buffer.table.check_valid()
+    if kind == "name":
+        buffer.table.unlink()

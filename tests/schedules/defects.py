@@ -25,6 +25,7 @@ from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
 from gear_loader.selection import cuda_leaves, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
+from gear_loader.storage import queue_loops, queued
 from gear_loader.storage.reader import TableReader
 from gear_loader.utils import launch_graph
 
@@ -253,6 +254,43 @@ def _launches_of_old_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PackedDeviceBuffers, "_replace", keep)
 
 
+def _first_joined(patch: pytest.MonkeyPatch) -> None:
+    """Of each set of buffers there is one graph with an update, whichever that is."""
+    joined = queued.QueuedDraw.joined
+
+    def first(self: Any, update: Any) -> int:
+        return self._joined[0][1].handle if self._joined else joined(self, update)
+
+    patch.setattr(queued.QueuedDraw, "joined", first)
+
+
+def _no_tensors(patch: pytest.MonkeyPatch) -> None:
+    """Compiled calls record no event on streams of the consumer, where an update's tensors are copied."""
+    launch, record, ours = cuda.Cuda.cuGraphLaunch, cuda.Cuda.cuEventRecord, set[int]()
+
+    def launched(self: Any, graph: int, stream: int) -> int:
+        ours.add(stream)
+        return launch(self, graph, stream)
+
+    patch.setattr(cuda.Cuda, "cuGraphLaunch", launched)
+    patch.setattr(
+        cuda.Cuda, "cuEventRecord", lambda self, *given: record(self, *given) if given[1] in ours else 0
+    )
+
+
+def _planned_for_old_memory(patch: pytest.MonkeyPatch) -> None:
+    """What a compiled call knows of a packed batch is made once, but for the graph."""
+    made_here = PackedDeviceBuffers._made_queued
+
+    def once(self: Any, graph: Any, *given: Any) -> Any:
+        made = made_here(self, graph, *given)
+        old = vars(self).setdefault("first_queued", made)
+        old.words[queue_loops.GRAPH], old.graph, old.key = graph.handle, graph, made.key
+        return old if old.count == made.count else made
+
+    patch.setattr(PackedDeviceBuffers, "_made_queued", once)
+
+
 DEFECTS: dict[str, Defect] = {
     "a draw that is launched as a graph allocates its scratch": Defect(_scratch_of_the_call),
     "scratch is freed while a graph lives": Defect(_freed_scratch),
@@ -270,12 +308,35 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Event, "record", "cuEventRecord"), Scenario.queued
     ),
     "one compiled call reads without a ticket": Defect(_no_ticket, Scenario.queued),
+    "one compiled call plans a packed batch while a copy still reads the last one": Defect(
+        lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.queued_packed
+    ),
+    "one compiled call queues a packed batch without waiting for the consumer": Defect(
+        _left_out(Stream, "wait_event", "cuStreamWaitEvent"), Scenario.queued_packed
+    ),
+    "one compiled call does not say when a packed batch is filled": Defect(
+        _left_out(Event, "record", "cuEventRecord"), Scenario.queued_packed
+    ),
+    "one compiled call plans a packed batch without a ticket": Defect(_no_ticket, Scenario.queued_packed),
+    "a packed batch that one call queues has the steps of the last one": Defect(
+        lambda patch: patch.setattr(PackedDeviceBuffers, "was_queued", lambda self: None),
+        Scenario.queued_packed,
+    ),
+    "one compiled call plans a packed batch for memory that has grown since": Defect(
+        _planned_for_old_memory, Scenario.queued_packed
+    ),
     "draws and updates that are queued in one call do not wait for each other": Defect(
         _left_out(Stream, "wait_event", "cuStreamWaitEvent"), Scenario.queued_draws
     ),
     "draws and updates that are queued in one call do not say when they end": Defect(
         _left_out(Event, "record", "cuEventRecord"), Scenario.queued_draws
     ),
+    "an update that waits for the next draw is not launched before another one": Defect(
+        lambda patch: patch.setattr(cuda_leaves.CudaLeaves, "launch_update", lambda self: None),
+        Scenario.queued_draws,
+    ),
+    "a draw is launched with an earlier update": Defect(_first_joined, Scenario.queued_draws),
+    "a draw and an update do not wait for the update's tensors": Defect(_no_tensors, Scenario.queued_draws),
     "one compiled call draws with numbers of an earlier batch": Defect(
         lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.queued_draws
     ),

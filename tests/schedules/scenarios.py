@@ -162,6 +162,16 @@ class Scenario(Shrinkable):
         return dataclasses.replace(cls.of(seed), **choices, copy=None if seed % 2 else False)
 
     @classmethod
+    def queued_packed(cls, seed: int) -> Scenario:
+        """That of a seed whose packed batches are drawn, planned and queued in one compiled call."""
+        sampler = ["uniform", "prioritized", "steps", "prioritized steps"][seed % 4]
+        scenario, choose = cls.flat(seed), random.Random(f"packed {seed}")
+        choices = {"sampler": sampler, "budget": False, "batches": 24, "pinned": True, "pairs": False}
+        choices |= {"layout": "packed", "epochs": 1, "writes": min(scenario.writes, 20)}
+        updates = choose.choice(["", "device", "host"]) if "prior" in sampler else ""
+        return dataclasses.replace(scenario, **choices, updates=updates, copy=None if seed % 3 else False)
+
+    @classmethod
     def queued_draws(cls, seed: int) -> Scenario:
         """That of a seed whose draws by priority, and updates, are queued in one compiled call each."""
         sampler = ["prioritized", "prioritized steps", "distinct"][seed % 3]

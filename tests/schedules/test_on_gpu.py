@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "steps by priority": {"sampler": gear.Prioritized(1.0, unit="step", normalize="table")},
     "distinct": {"sampler": gear.Prioritized(0.6, replacement=False)},
     "packed": {"sampler": gear.Uniform(), "windows": gear.Whole(), "layout": "packed"},
+    "packed by priority": {"sampler": gear.Prioritized(0.6), "windows": gear.Whole(), "layout": "packed"},
 }
 
 

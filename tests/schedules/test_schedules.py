@@ -105,10 +105,11 @@ CASES = {
     # Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held.
     "packed": Case(Scenario.flat, 2, 32),
     "queued in one call": Case(Scenario.queued, 1, 24, seen="queued", least=3),
+    "packed, queued in one call": Case(Scenario.queued_packed, 1, 24, seen="queued", least=5),
     "draws by priority that are queued in one call": Case(
         Scenario.queued_draws, 1, 24, seen="queued", least=3
     ),
-    "updates that are queued in one call": Case(Scenario.queued_draws, 0, 8, seen="queued updates", least=3),
+    "updates that are launched with the next draw": Case(Scenario.queued_draws, 0, 8, seen="joined", least=3),
     "groups": Case(Scenario.groups, 1, 8),
     "device memory": Case(Scenario.in_device_memory, 1, 32, seen="store", least=20),
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.

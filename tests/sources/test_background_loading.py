@@ -108,6 +108,7 @@ def test_an_error_comes_out_of_wait_and_the_table_goes_on(caplog: pytest.LogCapt
         load(Reader(), resume=True)
 
 
+@pytest.mark.long
 def test_it_is_cancelled_and_resumed_with_what_was_evicted() -> None:
     reader = Reader(pause=4)
     schema = reader.schema

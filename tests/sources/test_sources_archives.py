@@ -157,6 +157,7 @@ def test_samples_that_are_episodes(tmp_path: Path) -> None:
         gear.load_dataset(tmp_path / "a.tar", rows="episodes", progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -185,6 +186,7 @@ def test_samples_that_do_not_fit(tmp_path: Path, change: dict[str, bytes | None]
         gear.load_dataset(tmp_path / "a.tar", progress=False)
 
 
+@pytest.mark.long
 def test_no_member_is_larger_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     monkeypatch.setattr(webdataset, "MOST_BYTES", 100_000)
@@ -224,3 +226,50 @@ def test_damaged_archives_are_errors(tmp_path: Path, name: str) -> None:
             else:
                 table.clear()
     assert refused > 50
+
+
+@pytest.mark.long
+def test_addresses() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    system = fsspec.filesystem("memory")
+    try:
+        for part in range(2):
+            rows = pa.table({"episode": [part] * 3, "x": [float(part)] * 3, "task": [f"t{part}"] * 3})
+            with system.open(f"/bucket/a/{part}.parquet", "wb") as file:
+                pq.write_table(rows, file)
+            with (
+                system.open(f"/bucket/a/{part}.arrow", "wb") as file,
+                pa.ipc.new_file(file, rows.schema) as writer,
+            ):
+                writer.write_table(rows)
+            memory = io.BytesIO()
+            np.savez(memory, x=np.full(3, part, np.float32))
+            system.pipe(f"/bucket/a/{part}.npz", memory.getvalue())
+            memory = io.BytesIO()
+            with tarfile.open(fileobj=memory, mode="w") as tar:
+                for step in range(3):
+                    info = tarfile.TarInfo(f"{part}/{step}.x.cls")
+                    info.size = 1
+                    tar.addfile(info, io.BytesIO(b"%d" % part))
+            system.pipe(f"/bucket/a/{part}.tar", memory.getvalue())
+        for kind, pattern, name in (
+            ("parquet", "bucket/a", "x"),
+            ("parquet", "bucket/a/*.parquet", "x"),
+            ("arrow", "bucket/a/?.arrow", "x"),
+            ("npz", "bucket", "x"),
+            ("webdataset", "bucket/a", "x.cls"),
+        ):
+            with gear.load_dataset(f"{kind}:memory://{pattern}", columns=[name], progress=False) as table:
+                assert [table[i][name].tolist() for i in range(2)] == [[0.0] * 3, [1.0] * 3], kind
+        with gear.load_dataset("memory://bucket/a/1.parquet", progress=False) as table:
+            assert table[0]["task"] == ["t1"] * 3
+        with pytest.raises(SourceError, match="'memory://bucket/b' names no file"):
+            gear.load_dataset("parquet:memory://bucket/b")
+        system.pipe("/bucket/a/1.parquet", b"PAR1")
+        with pytest.raises(SourceError, match=r"memory:///?bucket/a/1.parquet' cannot be read"):
+            gear.load_dataset("parquet:memory://bucket/a")
+        with pytest.raises(SourceError, match="has a scheme"):
+            gear.load_dataset("hdf5:memory://bucket/a.hdf5")
+    finally:
+        system.rm("/bucket", recursive=True)

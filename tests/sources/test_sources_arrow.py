@@ -401,3 +401,64 @@ def test_data_frames() -> None:
     with load(read_rows(frame), progress=False) as table:
         assert table.lengths().tolist() == [2, 1]
         assert (table[1]["x"].tolist(), table[0]["text"]) == ([3.0], ["i", "j"])
+
+
+def test_tensors_of_one_shape() -> None:
+    values = np.arange(24.0).reshape(4, 2, 3)
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+    rows = pa.table({"episode": [0, 0, 1, 1], "x": tensors})
+    for each in (rows, pa.concat_tables([rows.slice(2), rows.slice(0, 2)])):
+        with load(read_rows(each), keep_float64=True, progress=False) as table:
+            found = np.concatenate([table[i]["x"].numpy() for i in range(2)])
+            np.testing.assert_array_equal(np.sort(found, axis=None), values.ravel())
+            assert table.schema["x"].shape == (2, 3)
+
+
+def test_rows_that_change_are_noticed() -> None:
+    rows = sample()
+
+    class Changing(arrow_rows.Rows):
+        def batches(self, columns: Any) -> Any:
+            nonlocal rows
+            yield from rows.select(list(columns)).to_batches()
+            rows = rows.take(pa.array([*range(10, 20), *range(10), *range(20, 60)]))
+
+    with pytest.raises(SourceError, match="has other rows than before; expected data that stay as they are"):
+        load(read_rows(Changing("Mine", rows.schema)), progress=False)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_data_set_of_ray() -> None:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        dataset = ray.data.from_numpy(np.arange(24, dtype=np.float32).reshape(8, 3))
+        dataset = dataset.map_batches(lambda batch: {**batch, "episode": batch["data"][:, 0] // 12})
+        with load(read_rows(dataset), progress=False) as table:
+            assert table.schema["data"].shape == (3,)
+            found = [table[i]["data"].numpy() for i in range(2)]
+            assert sorted(np.concatenate(found).ravel().tolist()) == list(range(24))
+            assert [len(each) for each in found] == [4, 4]
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.long
+def test_a_large_entry_of_a_dictionary_stays_one(tmp_path: Path) -> None:
+    entry = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), pa.array(["a" * 2**22]))
+    rows = pa.table({"episode": np.zeros(20_000, np.int32), "x": entry})
+    pq.write_table(rows, tmp_path / "a.parquet", dictionary_pagesize_limit=2**24)
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), rows.schema) as writer:
+        writer.write_table(rows)
+    schema = {"x": gear.Column(str)}
+    with gear.Table.create(
+        schema, max_steps=20_000, max_trajectories=1, memory=gear.Memory(payload=2**20)
+    ) as table:
+        for path in (tmp_path / "a.parquet", tmp_path / "a.arrow"):
+            before = pa.total_allocated_bytes()
+            with pytest.raises(
+                SourceError, match="an episode has 83,886,080,000 bytes of values of any length; the"
+            ):
+                gear.load_dataset(path, table, progress=False)
+            assert pa.default_memory_pool().max_memory() - before < 2**30

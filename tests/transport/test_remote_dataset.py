@@ -109,6 +109,10 @@ def assert_equal(mine: Any, theirs: Any) -> None:
     elif isinstance(mine, torch.Tensor):
         assert torch.equal(mine.values(), theirs.values())
         assert torch.equal(mine.offsets(), theirs.offsets())
+    elif isinstance(mine, gear.Ragged):
+        assert mine.shape == theirs.shape
+        assert torch.equal(mine.values, theirs.values)
+        assert torch.equal(mine.offsets, theirs.offsets)
     else:
         assert mine == theirs
 
@@ -117,6 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
     "windows": {},
     "single steps": {"windows": {"obs": gear.Window(1, squeeze=True), "target": N_STEP, "prompt": None}},
     "converted": {"windows": {"now": gear.Window(2, column="reward", dtype=torch.bfloat16, scale=0.5)}},
+    "chosen steps": {"windows": {"obs": gear.Window(at=[-3, 0, 2]), "reward": gear.Window(2, every=3)}},
     "last anchors": {"draws": gear.Draws(anchor="last", sample_info=False), "output": "nested"},
     "sequences": {"draws": gear.Draws(stride=2, drop_last=True)},
     "a pass": {"sampler": gear.Uniform(replacement=False), "draws": gear.Draws(complete=True)},
@@ -214,6 +219,45 @@ def test_rows_that_the_caller_chooses() -> None:
         with pytest.raises(SchemaError, match="nothing"):
             dataset(remote, windows={"nothing": gear.Window(1)})
         assert remote[5]["reward"].shape == local[5]["reward"].shape  # the connection goes on
+
+
+def test_learners_divide_a_pass_over_a_table_that_grows() -> None:
+    options = {"sampler": gear.Uniform(replacement=False), "batch_size": 2}
+    with filled() as table, connected(table) as remote:
+        both = [dataset(remote, ranks=gear.Ranks(rank=rank, world_size=2), **options) for rank in range(2)]
+        for epoch in range(2):
+            present = table.indices().tolist()
+            first, second = map(iter, both)
+            found = next(first)["index"].tolist()
+            for number in range(3):
+                add(table, 50 + 3 * epoch + number)
+            found += [index for batch in second for index in batch["index"].tolist()]
+            found += [index for batch in first for index in batch["index"].tolist()]
+            assert sorted(found) == sorted(present)
+
+
+def test_values_of_any_length() -> None:
+    columns = {
+        "x": gear.Column(torch.float32),
+        "words": gear.Column(torch.int16, (None, 2)),
+        "name": gear.Column(str, per="trajectory"),
+        "raw": gear.Column(bytes),
+    }
+    sizes = {"max_steps": 200, "max_trajectories": 20, "name": fresh_name()}
+    with gear.Table.create(columns, memory=gear.Memory(payload=1 << 20), **sizes) as table:
+        for i in range(6):
+            words = [torch.full((j, 2), i, dtype=torch.int16) for j in range(4)]
+            raw = [bytes([j] * j) for j in range(4)]
+            table.add({"x": torch.arange(4.0) + i, "words": words, "name": f"\u00fc{i}" * i, "raw": raw})
+        with connected(table) as remote:
+            for windows, layout in ((gear.Window(2), "padded"), (gear.Whole(), "packed")):
+                given = {"batch_size": 3, "windows": windows, "layout": layout, "device": "cpu"}
+                for mine, theirs in zip(
+                    *(gear.ReplayDataset(each, **given) for each in (table, remote)), strict=True
+                ):
+                    assert_equal(mine, theirs)
+            assert_equal(remote[2], table[2])
+        table.unlink()
 
 
 def test_updates_are_checked_here_and_priorities_belong_to_the_table() -> None:

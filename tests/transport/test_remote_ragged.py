@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import struct
 from typing import Any
@@ -17,14 +18,14 @@ from test_remote_table import connected, named, url_of
 from transport_common import SECRET, Proxy, serving
 
 import gear_loader as gear
-from gear_loader.errors import CodecError, FilledError, SchemaError, TransportError
+from gear_loader.errors import CodecError, FilledError, SchemaError, StaleIndexError, TransportError
 from gear_loader.storage.late import fill_columns
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import ragged_rows
 from gear_loader.transport.delivery import Delivery
 from gear_loader.transport.spec import ValueSpec
 from gear_loader.transport.store_message import Rows, Store, bulk_parts
-from gear_loader.transport.wire import Kind
+from gear_loader.transport.wire import Kind, Limits
 
 COLUMNS = {
     "step": gear.Column(torch.int64),
@@ -194,6 +195,89 @@ def test_a_fill_that_a_dead_server_has_executed_is_recognised() -> None:
         table.check_valid()
 
 
+# ---------------------------------------------------------------- prefixes
+
+GROUPED = {
+    "token": gear.Column(torch.int64),
+    "turn": gear.Column(str, per="trajectory"),
+    "note": gear.Column(bytes, per="group"),
+    "picture": gear.Column(torch.uint8, (4, 4, 3), codec="png", per="group"),
+}
+
+
+def tokens(number: int, length: int = 9) -> dict[str, Any]:
+    return {"token": number * 100 + np.arange(length), "turn": f"turn {number}"}
+
+
+@pytest.mark.usefixtures("codecs")
+def test_what_trajectories_begin_with_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Delivery, "request_bytes", 300)  # several requests
+    options = {**SIZES, "max_steps": 9000, "memory": gear.Memory(payload="1MiB", prefixes=True)}
+    picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    with (
+        named(GROUPED, **options) as table,
+        serving(table.name) as server,
+        Proxy(server.address) as proxy,
+        gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=30.0) as remote,
+    ):
+        first = remote.add({**tokens(1, 300), "note": b"n" * 50_000, "picture": picture})
+        generation = int(table._engine.reader().slot_states()[1][first])
+        before = len(proxy.heard)
+        members = [remote.add(tokens(2), prefix=first, prefix_steps=290)]
+        proxy.swallow.set()
+        members += remote.extend(
+            [tokens(number) for number in range(3, 9)],
+            prefix=first,
+            prefix_steps=290,
+            prefix_generation=generation,
+        ).tolist()
+        assert len(proxy.heard) - before < 30_000
+        assert table.stats().resident_bytes < 130_000
+        for number, slot in enumerate(members, start=2):
+            row = table[slot]
+            assert row["token"].tolist() == [*(100 + np.arange(290)), *tokens(number)["token"]]
+            assert (row["turn"], row["note"]) == (f"turn {number}", b"n" * 50_000)
+            assert np.array_equal(row["picture"], picture)
+        assert len(table) == 8
+        alone, member = remote.extend(
+            [{**tokens(10), "note": b"own", "picture": picture}, tokens(11)], prefix=[-1, members[0]]
+        ).tolist()
+        assert table[alone]["note"] == b"own"
+        assert len(table[member]["token"]) == 308
+        for wrong, error in (
+            ({"prefix": first, "prefix_steps": 301}, SchemaError),
+            ({"prefix": first, "prefix_generation": generation + 1}, StaleIndexError),
+            ({"prefix": 150}, StaleIndexError),
+            ({"prefix_steps": 3}, SchemaError),
+            ({"prefix": [first, first]}, SchemaError),
+        ):
+            with pytest.raises(error):
+                remote.add(tokens(12), **wrong)
+        with pytest.raises(SchemaError, match="per group, and a prefix, whose values it has in common"):
+            remote.add({**tokens(12), "note": b"", "picture": picture}, prefix=first)
+        assert len(table) == 10
+        table.check_valid()
+
+
+def test_stacked_steps_of_a_fixed_shape_have_prefixes_too() -> None:
+    columns = {"token": gear.Column(torch.int64, final=True)}
+    options = {**SIZES, "memory": gear.Memory(prefixes=True)}
+    with named(columns, **options) as table, connected(table) as remote:
+        first = remote.add({"token": np.arange(50)})
+        stacked = {"token": np.arange(24).reshape(3, 8)}
+        for i, slot in enumerate(remote.extend(stacked, lengths=[8, 8, 5], prefix=first).tolist()):
+            assert table[slot]["token"].tolist() == [*range(50), *stacked["token"][i][: 5 if i == 2 else 8]]
+        slot = remote.add({"token": np.arange(3)}, final={"token": 7}, prefix=first, prefix_steps=4)
+        assert table[slot]["token"].tolist() == [0, 1, 2, 3, 0, 1, 2]
+        found = table.gather([slot], [6], windows={"token": gear.Window(2)})
+        assert found["token"][0].tolist() == [2, 7]
+        table.check_valid()
+    with named(columns, **{**SIZES, "memory": None}) as table, connected(table) as remote:
+        slot = remote.add({"token": np.arange(5)})
+        with pytest.raises(SchemaError, match="the table shares no blocks"):
+            remote.add({"token": np.arange(5)}, prefix=slot)
+
+
 # ---------------------------------------------------------------- requests that lie
 
 PLAIN = {
@@ -275,6 +359,9 @@ def test_records_that_lie_change_nothing() -> None:
                 found = raw.error()
                 assert re.search(message, found), (message, found)
             assert len(table) == 0
+            one = dataclasses.replace(stored(table, count=1)[2], parts=1, before=1)
+            with pytest.raises(TransportError, match="of ragged columns has parts"):
+                Store.parse(one.pack(), one.bulk_bytes, Limits())
             raw.send(Kind.STORE, small, bytes(bulk))
             assert raw.receive()[0].kind is Kind.STORED
         assert len(table) == 2

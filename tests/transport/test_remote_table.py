@@ -225,15 +225,6 @@ def test_steps_of_a_trajectory_on_its_way_cannot_be_drawn() -> None:
         assert numbers_in(table) == [0, 1, 2]
 
 
-def test_prefixes_are_refused() -> None:
-    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table) as remote:
-        rows = {"number": np.arange(3)}
-        for add in (lambda: remote.add(rows, prefix=0), lambda: remote.extend([rows], prefix_steps=1)):
-            with pytest.raises(SchemaError, match="expected none, as whole trajectories"):
-                add()
-        assert len(remote) == 0
-
-
 @pytest.mark.parametrize("name", ["add", "extend", "update_priority", "advance_version", "stats", "close"])
 def test_calls_take_the_arguments_of_a_table(name: str) -> None:
     remote, local = (

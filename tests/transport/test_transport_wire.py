@@ -290,7 +290,7 @@ MANY = ("lengths", "ids", "priorities", "finals")
 STORES: list[tuple[bytes, int, str]] = [
     (b"", 0, "n of a message STORE takes 4 bytes"),
     (b"\xff" * 8, 0, "n of a message STORE is 4,294,967,295; expected at most 65,536"),
-    (b"\x01\x00\x00\x00\x08\x00\x00\x00", 0, "flags of a message STORE is 8; expected at most 7"),
+    (b"\x01\x00\x00\x00\x10\x00\x00\x00", 0, "flags of a message STORE is 16; expected at most 15"),
     (b"\x02\x00\x00\x00\x04\x00\x00\x00", 0, "lengths of a message STORE takes 16 bytes"),
     (b"\x01\x00\x00\x00\x00\x00\x00\x00", 0, "lengths of a message STORE takes 8 bytes"),
     (store_of(lengths=np.array([3, 0])).pack(), 640, LENGTHS),

@@ -18,7 +18,7 @@ from forks_common import in_child
 
 from gear_loader.kernels.launching import copy, launch
 from gear_loader.utils import driver as drivers
-from gear_loader.utils.launch_graph import RepeatedWork, build, packed_arguments
+from gear_loader.utils.launch_graph import RepeatedWork, build, join, packed_arguments
 
 STREAM: Any = types.SimpleNamespace(cuda_stream=77, device=None)
 
@@ -60,12 +60,16 @@ class Library:
         sides = given._obj.srcHost, given._obj.dstHost, given._obj.WidthInBytes
         return self._called("copy", before._obj.value if count else None, *sides, context.value)
 
+    def cuGraphAddChildGraphNode(self, node: Any, graph: Any, before: Any, count: int, child: int) -> int:
+        node._obj.value = 10 + len(self.calls)
+        return self._called("child", before._obj.value if count else None, child)
+
     def cuGraphInstantiateWithFlags(self, handle: Any, graph: ctypes.c_void_p, flags: int) -> int:
         handle._obj.value = 6
         return self._called("instantiate", graph.value, flags)
 
-    def cuGraphDestroy(self, graph: ctypes.c_void_p) -> int:
-        return self._called("destroy", graph.value)
+    def cuGraphDestroy(self, graph: Any) -> int:
+        return self._called("destroy", getattr(graph, "value", graph))
 
     def cuGraphExecDestroy(self, handle: int) -> int:
         return self._called("free", handle)
@@ -112,7 +116,7 @@ def names(library: Library) -> list[str]:
     return [call[0] for call in library.calls]
 
 
-BUILT = ["create", "copy", "kernel", "instantiate", "destroy"]
+BUILT = ["create", "copy", "kernel", "instantiate"]
 
 
 class Work:
@@ -148,7 +152,6 @@ def test_equal_work_is_built_the_second_time_and_launched_from_then_on(
         ("copy", None, host, out, 32, 3),
         ("kernel", 5, 11, 3, 1, 128, 1024, out, 2**40),
         ("instantiate", 5, 0),
-        ("destroy", 5),
         ("launch", 6, 77),
         ("launch", 6, 77),
     ]
@@ -161,9 +164,9 @@ def test_equal_work_is_built_the_second_time_and_launched_from_then_on(
     # Other work is queued, and forgets what was built.
     library.calls.clear()
     repeated.run("draw", work.queue, STREAM)
-    assert library.calls == [("free", 6)]
+    assert library.calls == [("free", 6), ("destroy", 5)]
     repeated.run("rows", work.queue, STREAM)
-    assert (work.queued, names(library)) == (5, ["free"])
+    assert (work.queued, names(library)) == (5, ["free", "destroy"])
 
 
 def test_a_graph_keeps_the_tensors_of_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +202,7 @@ def test_work_that_cannot_be_built_is_queued_each_time(failing: str, monkeypatch
     assert "launch" not in names(library)
 
 
-@pytest.mark.parametrize("where", ["create", "copy", "kernel", "instantiate", "destroy", "queue"])
+@pytest.mark.parametrize("where", ["create", "copy", "kernel", "instantiate", "queue"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_exception_leaves_nothing_of_a_graph(
     where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -285,7 +288,24 @@ def test_a_graph_is_freed_in_the_process_that_built_it(monkeypatch: pytest.Monke
     def freed() -> str:
         graphs.clear()
         gc.collect()
-        return str([call for call in library.calls if call[0] == "free"])
+        return str([call for call in library.calls if call[0] in ("free", "destroy")])
 
     assert in_child(freed) == "[]"
-    assert freed() == "[('free', 6)]"
+    assert freed() == "[('free', 6), ('destroy', 5)]"
+
+
+def test_a_graph_of_two_is_made_of_their_nodes_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, work = driver(monkeypatch), Work()
+    parts = [build(work.queue), build(lambda: None)]
+    assert all(part is not None for part in parts)
+    library.calls.clear()
+    joined = join(*parts)  # type: ignore[arg-type]
+    assert joined is not None
+    assert library.calls == [("create",), ("child", None, 5), ("child", 11, 5), ("instantiate", 5, 0)]
+    parts.clear()
+    gc.collect()
+    assert "free" not in names(library)
+    library.codes["child"] = 900
+    library.calls.clear()
+    assert join(joined) is None
+    assert names(library) == ["create", "child", "destroy"]

@@ -400,10 +400,11 @@ class Cuda(CurrentDevice, GraphCalls):
         # As memory of the driver is used again.
         handle._obj.value = self._destroyed.pop(0) if self._destroyed else next(self._handles)
         self._graphs[handle._obj.value] = self._graphs[graph.value]
+        (self._joined.add if graph.value in self._joined else self._joined.discard)(handle._obj.value)
         return 0
 
     def cuGraphDestroy(self, graph: Any) -> int:
-        del self._graphs[graph.value]
+        del self._graphs[getattr(graph, "value", graph)]
         return 0
 
     def cuGraphExecDestroy(self, handle: int) -> int:
@@ -413,6 +414,7 @@ class Cuda(CurrentDevice, GraphCalls):
 
     def cuGraphLaunch(self, handle: int, stream: int) -> int:
         self.machine.on_call("replays")
+        self.machine.counts["joined"] += handle in self._joined
         self.machine.replay(self._stream(stream), self._graphs[handle])
         return 0
 

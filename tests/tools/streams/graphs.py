@@ -76,6 +76,7 @@ class GraphCalls:
         self.compiled: dict[int, Kernel] = {}
         self._functions = itertools.count(0x1000)
         self._nodes: dict[int, list[int]] = {}  # graph -> its nodes
+        self._joined: set[int] = set()  # those of several graphs
         self._callbacks: dict[str, Any] = {}
         self._built = threading.local()  # of a thread: the graph, and kernels whose twin is not known yet
 
@@ -192,6 +193,14 @@ class GraphCalls:
         source, target = views
         label = "copy to the host" if given.dstMemoryType == _HOST else "copy to the device"
         self.add_work(label, lambda: target.tensor().copy_(source.tensor()), [source], [target], [])
+        return 0
+
+    def cuGraphAddChildGraphNode(
+        self: Any, node: Any, graph: Any, before: Any, count: int, child: int
+    ) -> int:
+        self._add(node, graph, before, count)
+        self._graphs[graph.value] += self._graphs[child]
+        self._joined.add(graph.value)
         return 0
 
     def add_work(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import zipfile
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SourceError
-from gear_loader.sources.arrow_rows import files_of
 from gear_loader.sources.episodes import (
     Columns,
     Episode,
@@ -24,6 +24,7 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
+from gear_loader.sources.source_files import files_of, open_source
 from gear_loader.storage.schema import Column
 from gear_loader.utils.checks import flag
 
@@ -217,17 +218,23 @@ class _opened:
     """A file of arrays; what reading it raises becomes a SourceError."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._file = path, None
+        self._path = path
 
     def __enter__(self) -> zipfile.ZipFile:
-        try:
-            self._file = zipfile.ZipFile(self._path)  # type: ignore[assignment]
-        except Exception as error:
-            raise self._damaged(error) from error
-        return self._file  # type: ignore[return-value]
+        with contextlib.ExitStack() as stack:
+            try:
+                self._file = stack.enter_context(
+                    zipfile.ZipFile(stack.enter_context(open_source(self._path)))
+                )
+            except SourceError:
+                raise
+            except Exception as error:
+                raise self._damaged(error) from error
+            self._stack = stack.pop_all()
+        return self._file
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._file.close()  # type: ignore[attr-defined]
+        self._stack.close()
         if isinstance(error, Exception) and not isinstance(error, SourceError):
             raise self._damaged(error) from error  # zipfile, zlib and numpy raise several types
 

@@ -1,0 +1,288 @@
+"""The compiled loops (numba) that draw batches for a GPU, look them up and queue them, holding the GIL.
+
+Without it, a thread of Python that is busy would get it, and keep it for milliseconds. The calls need a read ticket,
+because the GPU reads later; the driver is never called under the table's lock.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from gear_loader.kernels import packed_plan
+from gear_loader.native.compile import compiled
+from gear_loader.native.driver_calls import call
+from gear_loader.native.gathering import resolve
+from gear_loader.native.memory import pointer
+from gear_loader.native.packed_lines import (
+    PLANNED_BAD,
+    PLANNED_PIECES,
+    PLANNED_STEPS,
+    PLANNED_WIDTH,
+    PLANNED_WORDS,
+    plan_rows,
+)
+from gear_loader.storage.inline import draw_uniform, draw_weighed
+
+FUNCTIONS = {
+    name: place
+    for place, name in enumerate(
+        (
+            "cuEventQuery",
+            "cuStreamWaitEvent",
+            "cuGraphLaunch",
+            "cuEventRecord",
+            "cuMemcpyDtoDAsync_v2",
+        )
+    )
+}
+"""Functions of the driver, by their places in the words of a batch and of an update."""
+_QUERY, _WAIT, _LAUNCH, _RECORD, _COPY = range(5)
+STREAM, GRAPH, FILLED, RELEASED, CODE = range(5, 10)
+NAMES, CAPACITY, COUNT, WEIGHTS, PACKED = range(10, 15)
+EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(15, 21)  # of padded batches
+RANDOM, BETA, MEMORY, BYTES = range(21, 25)  # of batches that the GPU draws
+WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(15, 21)  # of packed batches
+LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(21, 28)
+WORDS = 28
+GIVEN, DONE, WAITS = FILLED, RELEASED, NAMES
+"""Of an update: its two events, and whether its tensors are copied, and it is not launched yet."""
+
+BUSY, REFUSED, IN_STEPS = -1, -2, -3
+"""Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses;
+nothing was queued, because the batch is to be made in steps, which also raise what the GPU has reported."""
+
+_TABLE, _PIECE = 6, 5
+assert (_TABLE, _PIECE) == (packed_plan.TABLE_WIDTH, packed_plan.PIECE_WIDTH)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _launch(words: Any, ended: Any, copy: Any, update: Any, joined: Any) -> Any:
+    """Queue the graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
+
+    Args:
+        ended, copy, update, joined: see `queue_drawn`; 0: there is none.
+    """
+    stream, graph, code = words[STREAM], words[GRAPH], 0
+    waits = ended != 0 and update[WAITS] != 0
+    if words[RELEASED] != 0:
+        code = call(words[_WAIT], stream, words[RELEASED], 0, 0)
+    if code == 0 and ended != 0:
+        code = call(words[_WAIT], stream, ended, 0, 0)
+    if code == 0 and waits:
+        code = call(words[_WAIT], stream, update[GIVEN], 0, 0)
+    if waits and joined != 0:
+        graph = joined
+    elif code == 0 and waits:
+        code = call(words[_LAUNCH], update[GRAPH], stream, 0, 0)
+    if code == 0:
+        code = call(words[_LAUNCH], graph, stream, 0, 0)
+    if code == 0 and waits:
+        update[WAITS] = 0
+        code = call(words[_RECORD], update[DONE], stream, 0, 0)
+    if code == 0 and copy != 0:
+        code = call(words[_COPY], copy, words[MEMORY], words[BYTES], stream)
+    if code == 0:
+        code = call(words[_RECORD], words[FILLED], stream, 0, 0)
+    if code == 0 and ended != 0:
+        code = call(words[_RECORD], ended, stream, 0, 0)
+    words[CODE] = code
+    return 0 if code == 0 else REFUSED
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _look_up(index: Any, words: Any, rows: Any, block_steps: Any, num_blocks: Any) -> Any:
+    """Write the names of drawn rows, and what the gather needs of them: 0, IN_STEPS, or the number of invalid windows.
+
+    Args:
+        rows: int64 [at least 3, B], slots, anchors and generations. The others: as for `queue_uniform`.
+    """
+    count = words[COUNT]
+    names = carray(pointer(words[NAMES]), (3, words[CAPACITY]), np.int64)
+    for i in range(3):
+        for b in range(count):
+            names[i, b] = rows[i, b]
+    extent = carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64)
+    ids = carray(pointer(index[2, 0]), (index[2, 1],), np.int32)
+    if words[PACKED] != 0:
+        return _plan(words, rows, extent, ids, block_steps, num_blocks)
+    return resolve(
+        rows[0],
+        rows[1],
+        extent,
+        ids,
+        block_steps,
+        words[FIRST],
+        words[LAST],
+        carray(pointer(words[EXTENT]), (count, 3), np.int64),
+        carray(pointer(words[IDS]), (count, words[WIDTH]), np.int32),
+        num_blocks,
+        words[ONCE] != 0,
+    )
+
+
+@njit  # type: ignore[untyped-decorator]
+def _plan(words: Any, rows: Any, extent: Any, ids: Any, block_steps: Any, num_blocks: Any) -> Any:
+    """`plan_rows` of a packed batch."""
+    count = words[COUNT]
+    planned = carray(pointer(words[PLANNED]), (PLANNED_WIDTH,), np.int64)
+    plan_rows(
+        rows[0],
+        rows[1],
+        False,
+        carray(pointer(words[WINDOW]), (3,), np.int64),
+        extent,
+        ids,
+        block_steps,
+        num_blocks,
+        words[ADJOIN] != 0,
+        carray(pointer(words[COLUMNS]), (words[NUM_COLUMNS], _TABLE), np.int64),
+        carray(pointer(words[SPANS]), (2, count), np.int64),
+        carray(pointer(words[STARTS]), (count + 1,), np.int32),
+        carray(pointer(words[PIECES]), (words[NUM_PIECES], _PIECE), np.int32),
+        carray(pointer(words[LISTS]), (words[NUM_WORDS],), np.int64),
+        words[HEADER],
+        planned,
+    )
+    if planned[PLANNED_BAD] != 0:
+        return planned[PLANNED_BAD]
+    listed = planned[PLANNED_PIECES] <= words[NUM_PIECES] and planned[PLANNED_WORDS] != 0
+    if listed and planned[PLANNED_STEPS] <= words[MOST_STEPS] and planned[PLANNED_WORDS] <= words[NUM_WORDS]:
+        return 0
+    return IN_STEPS
+
+
+@functools.partial(compiled, nogil=False)
+def queue_uniform(  # type: ignore[no-untyped-def]
+    index, words, items, block_steps, num_blocks, steps, anchor, first, stride, seed, step, epoch
+):
+    """Draw a batch as `uniform_rows` does, look its rows up, and queue its gather. Other threads may capture graphs if
+    the caller has said so, see `gear_loader.utils.captures`.
+
+    Args:
+        index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`. words: of a `QueuedBatch`.
+        items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
+        block_steps, num_blocks: as for `resolve`.
+        steps, anchor, seed, step, epoch: as for `uniform_rows`. first, stride: as for `uniform_batch`.
+
+    Returns:
+        0, BUSY, REFUSED, IN_STEPS, or the number of invalid windows, which are not queued.
+    """
+    if call(words[_QUERY], words[FILLED], 0, 0, 0) != 0:
+        return BUSY
+    rows = np.empty((3, words[COUNT]), dtype=np.int64)
+    draw_uniform(items, steps, anchor, first, stride, seed, step, epoch, rows)
+    bad = _look_up(index, words, rows, block_steps, num_blocks)
+    return bad if bad != 0 else _launch(words, 0, 0, words, 0)
+
+
+@functools.partial(compiled, nogil=False)
+def queue_prioritized(  # type: ignore[no-untyped-def]
+    index, words, tree, block_steps, num_blocks, wide_depth, item_steps, anchor, key, anchor_key, step, least, beta,
+    scale, drawn,
+):  # fmt: skip
+    """`queue_uniform` of rows that the host draws by priority.
+
+    Args:
+        index, words, block_steps, num_blocks: as for `queue_uniform`. The others: as for `prioritized_batch`.
+
+    Returns:
+        As `queue_uniform`; also IN_STEPS if every leaf is 0.
+    """
+    if call(words[_QUERY], words[FILLED], 0, 0, 0) != 0:
+        return BUSY
+    if not draw_weighed(
+        index, tree, wide_depth, item_steps, anchor, key, anchor_key, step, least, beta, scale, drawn
+    ):
+        return IN_STEPS
+    if words[WEIGHTS] != 0:
+        count = words[COUNT]
+        carray(pointer(words[WEIGHTS]), (count,), np.float32)[:] = drawn[4].view(np.float32)[:count]
+    bad = _look_up(index, words, drawn, block_steps, num_blocks)
+    return bad if bad != 0 else _launch(words, 0, 0, words, 0)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _reported(words: Any, ended: Any, status: Any, clean: Any) -> Any:
+    """Whether earlier work has ended and reported an error; see `CudaLeaves.raise_late`."""
+    if call(words[_QUERY], ended, 0, 0, 0) != 0:
+        return False
+    return np.any(carray(pointer(status), (len(clean),), np.int64) != clean)
+
+
+@functools.partial(compiled, nogil=False)
+def queue_drawn(  # type: ignore[no-untyped-def]
+    index, words, ended, status, clean, leaf_key, step, anchor_key, beta, copy, update, joined
+):
+    """Let a GPU draw a batch by priority, and gather it.
+
+    Args:
+        index: as for `queue_uniform`. words: of a `QueuedBatch` whose graph draws.
+        ended: event that is recorded after all work on the priorities. status: address of pinned int64, which that
+            writes. clean: int64, what they are without an error.
+        leaf_key, step, anchor_key, beta: what the draw reads. copy: address on the GPU that gets a copy of the rows; 0:
+            none does.
+        update: words of a `QueuedUpdate` on the same stream; if it waits, it is launched before the draw.
+        joined: a graph of both; 0: there is none.
+
+    Returns:
+        0, BUSY, IN_STEPS or REFUSED.
+    """
+    if call(words[_QUERY], words[FILLED], 0, 0, 0) != 0:
+        return BUSY
+    if _reported(words, ended, status, clean):
+        return IN_STEPS
+    random = carray(pointer(words[RANDOM]), (3,), np.int64)
+    random[0], random[1], random[2] = leaf_key, step, anchor_key
+    carray(pointer(words[BETA]), (1,), np.float32)[0] = beta
+    return _launch(words, ended, copy, update, joined)
+
+
+@functools.partial(compiled, nogil=False)
+def copy_update(words, consumer, copies, ended, status, clean):  # type: ignore[no-untyped-def]
+    """Copy the tensors of an update on the stream that has written them; from here on it waits.
+
+    Args:
+        words: of a `QueuedUpdate`. consumer: stream that has written the tensors.
+        copies: int64 [n, 3], target, source and bytes. ended, status, clean: as for `queue_drawn`.
+
+    Returns:
+        0, IN_STEPS or REFUSED.
+    """
+    if _reported(words, ended, status, clean):
+        return IN_STEPS
+    code = call(words[_WAIT], consumer, words[DONE], 0, 0)
+    for i in range(len(copies)):
+        if code == 0:
+            code = call(words[_COPY], copies[i, 0], copies[i, 1], copies[i, 2], consumer)
+    if code == 0:
+        code = call(words[_RECORD], words[GIVEN], consumer, 0, 0)
+    words[CODE], words[WAITS] = code, code == 0
+    return 0 if code == 0 else REFUSED
+
+
+@functools.partial(compiled, nogil=False)
+def launch_update(words, ended):  # type: ignore[no-untyped-def]
+    """Launch an update that waits, on its own stream; 0 or REFUSED.
+
+    Args:
+        words: of a `QueuedUpdate`. ended: as for `queue_drawn`.
+    """
+    if words[WAITS] == 0:
+        return 0
+    stream = words[STREAM]
+    code = call(words[_WAIT], stream, words[GIVEN], 0, 0)
+    if code == 0:
+        code = call(words[_WAIT], stream, ended, 0, 0)
+    if code == 0:
+        code = call(words[_LAUNCH], words[GRAPH], stream, 0, 0)
+    if code == 0:
+        words[WAITS] = 0
+        code = call(words[_RECORD], words[DONE], stream, 0, 0)
+    if code == 0:
+        code = call(words[_RECORD], ended, stream, 0, 0)
+    words[CODE] = code
+    return 0 if code == 0 else REFUSED
