@@ -181,7 +181,7 @@ class Normalize(_OfColumns):
                 )
             found = statistics[columns[0]]
             parts = (np.float64(found.count), found.mean, np.square(found.std) * found.count)
-            self._moments = tuple(torch.tensor(part, dtype=torch.float64) for part in parts)  # type: ignore[assignment]
+            self._moments = tuple(torch.tensor(part, dtype=torch.float64, device="cpu") for part in parts)  # type: ignore[assignment]
             self.frozen = True
 
     def _options(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 REFUSED: list[tuple[dict[str, tuple[Any, ...]], str]] = [
     ({"windows": WHOLE, "complete": (True,)}, "was given with whole trajectories, which always are"),
     ({"windows": WHOLE, "sampler": STEPS}, "were given with whole trajectories; expected a sampler with unit="),
-    ({"windows": ("edge", "several"), "layout": PACKED}, "or a gear_loader.Window without pad and squeeze"),
+    ({"windows": ("edge", "several"), "layout": PACKED}, "or a gear_loader.Window without pad, squeeze, every and at"),
     ({"windows": ("whole, final",), "shards": SHARDS}, r"Whole\(final=True\) was given with Shards"),
     ({"windows": ("whole, final",), "final": (False,)}, "have final=True, and"),
     ({"group": (True,), "per_trajectory": (False,)}, "The column of the groups is 'prompt'; expected"),

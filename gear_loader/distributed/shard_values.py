@@ -191,10 +191,10 @@ def _delivered(
         return _decoded(values, records, addresses, shapes, parts, pinned=pinned)
     made: list[Any] = []
     for shape, part in zip(shapes, parts, strict=True):
-        offsets = torch.zeros(len(records[part]) + 1, dtype=torch.int64, pin_memory=pinned)
+        offsets = torch.zeros(len(records[part]) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         np.cumsum(abs(records[part, 1]), out=offsets.numpy()[1:])
         total = int(offsets[-1])
-        memory = torch.empty((total, *values.shape), dtype=values.dtype, pin_memory=pinned)
+        memory = torch.empty((total, *values.shape), dtype=values.dtype, device="cpu", pin_memory=pinned)
         flat = memory.reshape(-1).view(torch.uint8).numpy()
         _copy(values, records[part], addresses[part], flat)
         if values.kind == "array":

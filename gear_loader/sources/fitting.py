@@ -76,7 +76,7 @@ def _of_any_length(values: Values, column: Column, where: str, finite: bool) -> 
             return values
         given = values.values if values.values.dtype == torch.bfloat16 else values.values.numpy()
         return Ragged(
-            torch.as_tensor(_cast(given, dtype, where.replace("{}", ""), finite)),
+            torch.as_tensor(_cast(given, dtype, where.replace("{}", ""), finite), device="cpu"),
             values.offsets,
             values.shape,
         )

@@ -193,8 +193,8 @@ def _of_any_length(values: Any, *, once: bool) -> Column | None:
     shapes = set(map(_shape, values))
     if None in shapes or any(shape == () for shape in shapes) or len({shape[1:] for shape in shapes}) > 1:  # type: ignore[index]
         return None
-    dtype = torch.as_tensor(values[0]).dtype
-    return column_of(dtype, (None, *torch.as_tensor(values[0]).shape[1:]), "Values of any length")
+    first = torch.as_tensor(values[0], device="cpu")
+    return column_of(first.dtype, (None, *first.shape[1:]), "Values of any length")
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -193,15 +193,15 @@ class PayloadReader:
             dtype=np.int64,
         )
         counts = [each.numel() // 2 + 1 for _, each in columns]
-        given: dict[str, Any] = {"device": "cpu", "pin_memory": pinned}
-        offsets = torch.empty(sum(counts), dtype=torch.int64, **given)
+        offsets = torch.empty(sum(counts), dtype=torch.int64, device="cpu", pin_memory=pinned)
         bounds = offsets.numpy()
         self.check(int(measure_columns(places, FIRST, self._end, bounds)))
         found, outs, at = [], [], -1
         parts = offsets.split(counts) if len(counts) > 1 else (offsets,)
         for (values, each), count, mine in zip(columns, counts, parts, strict=True):
             at += count
-            memory = torch.empty((int(bounds[at]), *values.shape), dtype=values.dtype, **given)
+            shape = int(bounds[at]), *values.shape
+            memory = torch.empty(shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
             outs.append(memory.data_ptr())
             found.append(Ragged._of(memory, mine, tuple(each.shape[:-1])))
         places[:, COLUMN_OUT] = outs

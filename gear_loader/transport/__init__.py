@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gear_loader.transport.client import Peer
     from gear_loader.transport.process import ServerProcess, start_server
     from gear_loader.transport.server import Server
-    from gear_loader.transport.spec import PackedSpec, Piece, WindowSpec
+    from gear_loader.transport.spec import PackedSpec, Piece, ValueSpec, WindowSpec
     from gear_loader.transport.table_server import TableServer
     from gear_loader.transport.wire import Limits
 
@@ -35,6 +35,7 @@ __all__ = [
     "Server",
     "ServerProcess",
     "TableServer",
+    "ValueSpec",
     "WindowSpec",
     "carrier",
     "start_server",
@@ -53,6 +54,7 @@ _MODULES = {
     "Server": "server",
     "ServerProcess": "process",
     "TableServer": "table_server",
+    "ValueSpec": "spec",
     "WindowSpec": "spec",
     "carrier": "channel",
     "start_server": "process",

@@ -37,7 +37,7 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Future, new_mutex
 
 if TYPE_CHECKING:
-    from gear_loader.transport.spec import AnySpec
+    from gear_loader.transport.spec import PackedSpec, ValueSpec, WindowSpec
 
 _T = TypeVar("_T")
 _LONGEST_WAIT = 1 << 31  # milliseconds
@@ -131,13 +131,15 @@ class Peer:
 
     # ---------------------------------------------------------------- requests
 
-    def fetch(self, spec: AnySpec, *given: Array, out: Array, here: bool = False) -> Answer[Array]:
+    def fetch(
+        self, spec: WindowSpec | PackedSpec | ValueSpec, *given: Array, out: Array, here: bool = False
+    ) -> Answer[Array]:
         """Fetch windows of rows, or spans of steps, one after another.
 
         Args:
             spec: table and windows, or columns. Pass the same object for repeated fetches: each new one is sent to the
                 server.
-            given: int64 [n] each, as the `NAMES` of the spec's class say: slots, anchors, generations; of spans slots,
+            given: int64 [n] each, as the spec's class names them: slots, anchors, generations; of spans slots,
                 first steps, generations, numbers of steps.
             out: buffer of the reply, uint8 [reply_bytes or more], contiguous; may be pinned memory. Do not use it
                 before the future has its result. After an error the carrier may still write into it, so it must not be

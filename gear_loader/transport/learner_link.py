@@ -98,7 +98,7 @@ class BatchMemory:
                 self._kept.append(self._kept.pop(i))
                 return _within(owner, size)
         room = -(-room // 4096) * 4096
-        made: Array = torch.empty(room, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        made: Array = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=self._pinned).numpy()
         self._kept = [each for each in self._kept if sys.getrefcount(each[0]) > 2][-_MOST_KEPT:]
         self._kept.append((made, None))
         return _within(made, size)

@@ -283,6 +283,7 @@ class Subject:
         """Descriptors that are new, and that no object owns."""
         objects = [each for each in gc.get_objects() if issubclass(type(each), (Directory, _File))]
         files = [file for each in objects if (file := getattr(each, "_file", None)) is not None]
+        files = [getattr(file, "_file", file) for file in files]
         owned = [file.fileno() for file in files if not file.closed]
         return {fd: path for fd, path in descriptors() - self.before if fd not in owned}
 
