@@ -16,6 +16,7 @@ from gear_loader.replay.adding import RowColumn, flags_of
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.storage.casting import cast_to
 from gear_loader.storage.dtypes import NUMPY_DTYPES
+from gear_loader.storage.operations.extents import FIRST, GRAIN, HEADER
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
@@ -52,6 +53,12 @@ class ValueColumn:
             )
         self.rows = [self._text(each) if self._kind else self._array(each) for each in values]
 
+    def sizes(self) -> list[int]:
+        """Bytes of each value."""
+        if self._kind is None:
+            return [each.nbytes for each in self.rows]
+        return [len(each.encode() if isinstance(each, str) else each) for each in self.rows]
+
     def _text(self, value: Any) -> Any:
         if not isinstance(value, self._kind):
             raise SchemaError(f"{self.what!r} is {shown(value)}; expected {self._kind.__name__}.")
@@ -84,6 +91,7 @@ class ValueAdder:
     def __init__(self, table: Table, nestings: Mapping[str, Nesting], num_envs: int, piece: int) -> None:
         self.nestings, self.num_envs, self._piece = nestings, num_envs, piece
         self._writer = table.writers(num_envs, commit_every_step=True)
+        self._most_bytes = table._engine.region.layout.payload
         obs, self._schema = nestings["obs"].columns(), dict(table.schema)
         self._columns = {name: self._column(name, name, column) for name, column in table.schema.items()}
         self._next = {name: self._column(name, f"next_{name}", table.schema[name]) for name in obs}
@@ -91,6 +99,7 @@ class ValueAdder:
         self._after = {name: self._column(name, name, table.schema[name]).rows for name in obs}
         self._steps = np.zeros(num_envs, dtype=np.int64)  # rows of the trajectories that have not been closed
         self._ended = np.zeros(num_envs, dtype=bool)  # whether the last row ended its episode
+        self._ending = self._ended  # whether the rows of the last call do
         self._left: list[
             tuple[str, Array]
         ] = []  # what remains to be appended of the last call, by environment
@@ -108,8 +117,15 @@ class ValueAdder:
         """Append what remains of a call that raised."""
         while self._left:
             kind, which = self._left[0]
-            if which.any():
-                self._append(kind, which)
+            try:
+                if which.any():
+                    self._append(kind, which)
+            except SchemaError:  # values that the table's memory cannot hold
+                self._left = []
+                if kind == "close":  # end them without what followed, as those of a killed process
+                    self._writer.commit(which)
+                    self._steps[which] = 0
+                raise
             self._left.pop(0)
 
     def add(
@@ -135,6 +151,7 @@ class ValueAdder:
                 self._columns[column].take(leaf, single=single)
         for column, leaf in self.nestings["obs"].leaves(next_obs):
             self._next[column].take(leaf, single=single)
+        self._check_next()
         self._columns["reward"].take(reward, single=single)
         ends = flags_of("terminated", terminated, self.num_envs)
         self._columns["terminated"].rows[:] = ends
@@ -146,12 +163,20 @@ class ValueAdder:
             acting = flags_of("active", active, self.num_envs)
         closes = acting & (self._steps > 0) & (~follows | (self._steps >= self._piece))
         self._left = [("close", closes), ("row", acting.copy()), ("close", acting & ends)]
-        self._ended = np.where(acting, ends, self._ended)
-        try:
-            self.flush()
-        except SchemaError:  # a value that the table's memory cannot hold
-            self._left = []
-            raise
+        self._ending = ends
+        self.flush()
+
+    def _check_next(self) -> None:
+        """Raise SchemaError for next observations that the table's memory cannot hold, before anything is added."""
+        columns = [column for column in self._next.values() if isinstance(column, ValueColumn)]
+        sizes: Array = np.array([column.sizes() for column in columns], dtype=np.int64)
+        rounded = -(-sizes // GRAIN) * GRAIN
+        needed, most = int(rounded.sum()) + HEADER * self.num_envs + FIRST, self._most_bytes
+        if columns and needed > most:
+            raise SchemaError(
+                f"The values of next_obs take {needed:,} bytes; this buffer has {most:,} for those of all. Create it "
+                "with a larger payload. Nothing was added."
+            )
 
     def _follows(self) -> Array:
         """Whether the observation of each environment is what followed its last row, bool [n]."""
@@ -184,6 +209,7 @@ class ValueAdder:
             which &= ~done
             self._steps[done] = 0 if closes else self._steps[done] + 1
             if not closes:
+                self._ended = np.where(done, self._ending, self._ended)
                 for name, column in self._next.items():
                     for i in np.flatnonzero(done):
                         self._after[name][i] = column.rows[i]

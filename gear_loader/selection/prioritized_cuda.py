@@ -329,6 +329,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         check_parts(parts)
         if parts[0] is None or len(parts[0]) == 0:
             return
+        self._leaves.launch_update()  # first: after an interrupt it may wait in the memory that is taken now
         # The update may run after the caller has overwritten its tensors.
         with outside_inference():
             slot = self._updates.take(parts)

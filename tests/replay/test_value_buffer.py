@@ -227,3 +227,27 @@ def test_another_process_goes_on(kind: str, tmp_path: Any) -> None:
     buffer.table.check_valid()
     if kind == "name":
         buffer.table.unlink()
+
+
+def test_a_value_that_memory_cannot_hold_is_refused_and_others_are_added() -> None:
+    action = np.zeros(1, dtype=np.float32)
+    buffer = gear.ReplayBuffer(100, payload="64KiB", batch_size=4, ragged=("action",))
+
+    def add(obs: str, next_obs: str, *, terminated: bool = False, size: int = 1) -> None:
+        values = {"obs": {"text": obs}, "next_obs": {"text": next_obs}, "action": action.repeat(size)}
+        buffer.add(**values, reward=0.0, terminated=terminated, truncated=False)
+
+    add("a", "b")
+    for terminated in (False, True):
+        with pytest.raises(SchemaError, match="Nothing was added"):
+            add("b", "c" * 100_000, terminated=terminated)
+        with pytest.raises(SchemaError, match="larger Memory payload"):
+            add("b", "c", terminated=terminated, size=100_000)
+    add("b", "c")
+    assert len(buffer) == 1
+    add("c", "d", terminated=True)
+    add("e", "f", terminated=True)
+    assert len(buffer) == 4
+    batch = buffer.sample()
+    pairs = zip(batch["obs"]["text"], batch["next_obs"]["text"], strict=True)
+    assert set(pairs) <= {("a", "b"), ("b", "c"), ("c", "d"), ("e", "f")}
