@@ -24,11 +24,12 @@ from gear_loader.transport.trees import TreeWriter, read_tree
 from gear_loader.transport.wire import Kind, ProtocolError, pack_error
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
-from gear_loader.utils.waiting import Interrupted, interruptible, limited
+from gear_loader.utils.waiting import Backoff, Interrupted, interruptible, limited
 
 _MOST_KEEP = 1024  # batches that a dataset of a learner keeps
 _MOST_EPOCHS = 64  # that learners divide
 _LEAST = 0.01  # seconds of an attempt to draw
+_PAUSE = 0.02  # most seconds between two attempts
 
 
 class LearnerCall(NamedTuple):
@@ -213,7 +214,7 @@ class Learner:
         """
         try:
             name, options, tree = json.loads(text)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(
                 f"A call of a learner is no JSON of a name, options and a tree ({error})."
             ) from None
@@ -223,8 +224,11 @@ class Learner:
             )
         return LearnerCall(number, received, name, options, read_tree(tree, data))
 
-    def execute(self, owner: object, call: LearnerCall) -> LearnerAnswer | None:
-        """Execute a call, or find the answer of one that was executed; None if another connection took the learner.
+    def execute(
+        self, owner: object, call: LearnerCall, is_gone: Callable[[], bool] = bool
+    ) -> LearnerAnswer | None:
+        """Execute a call, or find the answer of one that was executed; None if another connection took the learner, or
+        `is_gone()` says that its own one has ended.
 
         Raises:
             ProtocolError: calls are missing between this one and the one before.
@@ -241,7 +245,7 @@ class Learner:
                 return found
             if call.number != self.executed + 1:
                 raise ProtocolError(f"Call {call.number:,} came after call {self.executed:,}.")
-            answer = self._answered(call)
+            answer = self._answered(call, is_gone)
             if answer is not None:
                 self.executed = call.number
                 self._answers.append(answer)
@@ -263,7 +267,7 @@ class Learner:
         """Bytes of the largest of them."""
         return max((each.size for each in self._answers), default=0)
 
-    def _answered(self, call: LearnerCall) -> LearnerAnswer | None:
+    def _answered(self, call: LearnerCall, is_gone: Callable[[], bool]) -> LearnerAnswer | None:
         owner = self.owner
         work: Callable[..., Any] | None = _CALLS.get(call.name)
         try:
@@ -271,7 +275,7 @@ class Learner:
                 raise TransportError(
                     f"A server was asked for {shown(call.name)}; expected one of {sorted(_CALLS)}."
                 )
-            with interruptible(lambda: self.owner is not owner):
+            with interruptible(lambda: self.owner is not owner or is_gone()):
                 tree = self._trees.pack(work(self, call.options, call.values))
             if tree.size > self._most_bytes:
                 raise TransportError(
@@ -313,7 +317,7 @@ class Learner:
 
     def _next(self, _: Mapping[str, Any], __: Any) -> Any:
         """The next batch; None at the end of the epoch."""
-        deadline = time.monotonic() + self._wait
+        waiting = Backoff(self._wait, longest=_PAUSE)
         while True:
             if self._at is None:
                 raise TransportError("A learner asked for a batch before it began an iteration.")
@@ -321,10 +325,10 @@ class Learner:
                 self._start(*self._at)
             assert self._batches is not None
             try:
-                with limited(max(_LEAST, deadline - time.monotonic())):
+                with limited(max(_LEAST, waiting.left)):
                     batch = next(self._batches, None)
             except (RateLimitError, TableEmptyError):
-                if time.monotonic() > deadline:
+                if not waiting.sleep():
                     raise
                 self._start(*self._at)
                 continue
@@ -340,14 +344,14 @@ class Learner:
             self._check_size(dataset, size)
         items = at_least("items", given["items"], least=0)
         dataset.seek_sample(at_least("number", given["number"], least=0), items, stream=given["stream"])
-        deadline = time.monotonic() + self._wait
+        waiting = Backoff(self._wait, longest=_PAUSE)
         while True:
             try:
-                with limited(max(_LEAST, deadline - time.monotonic())):
+                with limited(max(_LEAST, waiting.left)):
                     batch = dataset.sample(size)
                 return {"batch": batch, "items": dataset._position.sampled_items - items}
             except (RateLimitError, TableEmptyError):
-                if time.monotonic() > deadline:
+                if not waiting.sleep():
                     raise
 
     # ---------------------------------------------------------------- priorities and states

@@ -68,7 +68,7 @@ class LearnerCalls:
             table = resources.tables.open(asked.table).table
             try:
                 options = json.loads(bytes(asked.options))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ProtocolError(f"The options of a message LEARN are no JSON ({error}).") from None
 
             def make() -> Learner:
@@ -163,9 +163,10 @@ class LearnerCalls:
                             f"most {MOST_CALLS} are taken."
                         )
                 number, text, data = call
-                answer = learner.execute(self, learner.read(number, self._received, text, data))
+                asked = learner.read(number, self._received, text, data)
+                answer = learner.execute(self, asked, pipe.has_ended)
                 if answer is None:
-                    raise ConnectionAbortedError("The learner goes on over another connection.")
+                    raise ConnectionAbortedError("The learner has left, or goes on over another connection.")
                 head = pack_header(answer.kind, answer.number, len(answer.small), answer.size)
                 pipe.send([head + answer.small, *answer.parts])
         finally:

@@ -66,16 +66,18 @@ class _Rejected(Exception):
 
 @dataclasses.dataclass
 class _Sent:
-    """A call without an answer. place: of the iteration when it is answered. wanted: whether somebody asks for it."""
+    """A call without an answer. place: of the iteration when it is answered. wanted: whether somebody asks for it.
+    told: whether the next call raises its error, as nobody asks."""
 
     number: int
     parts: list[Any]
     place: Place | None
     wanted: bool
+    told: bool
 
 
 class BatchMemory:
-    """Buffers of answers, which are used again when nothing refers to their tensors; not thread-safe.
+    """Buffers of answers, which are used again when nothing refers to their tensors. Thread-safe.
 
     Args:
         pinned: whether a GPU copies from them.
@@ -83,29 +85,39 @@ class BatchMemory:
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._kept: list[tuple[Array, Any]] = []  # each with the event after which a GPU has copied from it
+        # Each with the events after which GPUs have copied from it, on one stream or several.
+        self._kept: list[tuple[Array, tuple[Any, ...]]] = []
+        self._guard = threading.Lock()
 
     def take(self, size: int) -> Array:
         """Memory of `size` bytes, uint8, aligned to 128 bytes."""
         if size <= _SMALL and not self._pinned:
             return aligned(size)
-        room = size + ALIGNMENT
+        with self._guard:
+            return self._taken(size, size + ALIGNMENT)
+
+    def _taken(self, size: int, room: int) -> Array:
         for i in reversed(range(len(self._kept))):  # the latest: a cache is more likely to hold it
-            owner, copied = self._kept[i]
+            owner, copies = self._kept[i]
             # Tensors refer to their array, and that to the one which owns the memory, as do entry, name and call.
             unused = room <= len(owner) <= 4 * room and sys.getrefcount(owner) <= 3
-            if unused and (copied is None or copied.query()):
-                self._kept.append(self._kept.pop(i))
+            if unused and all(each.query() for each in copies):
+                del self._kept[i]
+                self._kept.append((owner, ()))
                 return _within(owner, size)
         room = -(-room // 4096) * 4096
         made: Array = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=self._pinned).numpy()
         self._kept = [each for each in self._kept if sys.getrefcount(each[0]) > 2][-_MOST_KEPT:]
-        self._kept.append((made, None))
+        self._kept.append((made, ()))
         return _within(made, size)
 
     def copied(self, event: Any) -> None:
         """A GPU copies from all memory that was taken, until `event`."""
-        self._kept = [(owner, event) for owner, _ in self._kept]
+        with self._guard:
+            self._kept = [
+                (owner, (*(each for each in copies if not each.query()), event))
+                for owner, copies in self._kept
+            ]
 
 
 def _within(owner: Array, size: int) -> Array:
@@ -199,7 +211,7 @@ class LearnerLink:
         small = _CALL.pack(number, self._received) + text
         parts = [pack_header(Kind.CALL, number, len(small), size) + small, *tensors]
         with self._changed:
-            self._pending.append(_Sent(number, parts, place, wanted))
+            self._pending.append(_Sent(number, parts, place, wanted, not wanted))
             self._changed.notify_all()
         if self._pipe is not None:
             try:
@@ -218,7 +230,11 @@ class LearnerLink:
             GearError: the call's error, or the server did not answer.
         """
         self._check()
-        self._until_done(lambda: number in self._answers)
+        try:
+            self._until_done(lambda: number in self._answers)
+        except BaseException:
+            self.drop((number,))
+            raise
         found = self._answers.pop(number)
         if isinstance(found, GearError):
             raise found
@@ -354,7 +370,7 @@ class LearnerLink:
             self._place = sent.place
         if sent.wanted:
             self._answers[sent.number] = answer
-        elif isinstance(answer, GearError):
+        elif sent.told and isinstance(answer, GearError):
             self._failure = answer
         return header.bulk
 

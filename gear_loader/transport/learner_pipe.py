@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import select
 import socket
 import ssl
 import struct
@@ -47,6 +48,12 @@ class Pipe:
         self._buffer = memoryview(bytearray(max(AHEAD, len(ahead))))
         self._buffer[: len(ahead)] = ahead
         self._begin, self._end = 0, len(ahead)
+
+    def has_ended(self) -> bool:
+        """Whether the other side has closed the connection; what it has sent before may not be received yet."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLRDHUP)  # and errors
+        return bool(poll.poll(0))
 
     def receive(self, view: memoryview) -> None:
         """Receive exactly these bytes, and others ahead if they are few."""
@@ -104,6 +111,9 @@ class LoopPipe(Pipe):
 
     def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
         self._channel, self._loop = channel, loop
+
+    def has_ended(self) -> bool:
+        return False  # not known before a call of the channel
 
     def _run(self, work: Any) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -19,7 +19,8 @@ class Learners:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._guard = threading.Lock()
+        self._guard = threading.Condition()
+        self._making: set[bytes] = set()
         self._known: dict[bytes, Learner] = {}
         self._epochs: Any = None
 
@@ -31,19 +32,27 @@ class Learners:
         """
         self.sweep()
         with self._guard:
+            self._guard.wait_for(lambda: identity not in self._making)
             found = self._known.get(identity)
             if found is not None:
                 found.owner = owner
                 return found, True
-            if len(self._known) >= self._limits.learners:
+            if len(self._known) + len(self._making) >= self._limits.learners:
                 raise TransportError(
                     f"The server draws for {len(self._known):,} learners, the most it accepts at a time."
                 )
-        made = make()
-        made.owner = owner
-        with self._guard:
-            self._known[identity] = made
-        return made, False
+            self._making.add(identity)
+        made: Learner | None = None
+        try:
+            made = make()
+            made.owner = owner
+            return made, False
+        finally:
+            with self._guard:
+                self._making.discard(identity)
+                if made is not None:
+                    self._known[identity] = made
+                self._guard.notify_all()
 
     def epochs(self, make: Callable[[], Any]) -> Any:
         """The epochs that learners divide; made by the first."""

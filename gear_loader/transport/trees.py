@@ -159,7 +159,7 @@ class TreeReader:
         if node is None:
             try:
                 node = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ProtocolError(f"A tree of values is no JSON ({error}).") from None
             if len(self._known) >= 64:
                 self._known.clear()
@@ -198,7 +198,7 @@ def _read(node: Any, memory: Array, depth: int) -> Any:
         if kind == "r":
             values, offsets, shape = value
             return Ragged(_tensor(memory, *values["t"]), _tensor(memory, *offsets["t"]), tuple(shape))
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ProtocolError(f"A tree of values is invalid ({type(error).__name__}: {error}).") from None
     raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected one of 'bdmrstxy'.")
 

@@ -30,6 +30,7 @@ from gear_loader.errors import (
 )
 from gear_loader.transport import Limits, start_server
 from gear_loader.transport import wire_messages as messages
+from gear_loader.transport.learner_link import BatchMemory
 from gear_loader.transport.urls import url_of
 from gear_loader.transport.wire import Kind
 
@@ -404,9 +405,9 @@ def test_a_slow_learner_costs_bounded_memory_and_delays_nobody() -> None:
                 dataset(remote, windows=gear.Window(400), batch_size=1000)
 
 
-def learn(raw: Raw, table: str, options: Any, identity: bytes = bytes(16)) -> None:
+def learn(raw: Raw, table: str, options: Any, identity: bytes = bytes(16), wait: int = 1000) -> None:
     small = messages.LEARN.pack(
-        identity=identity, first=1, wait=1000, table=table, options=json.dumps(options).encode()
+        identity=identity, first=1, wait=wait, table=table, options=json.dumps(options).encode()
     )
     raw.send(Kind.LEARN, small)
 
@@ -452,6 +453,13 @@ CALLS = {
     "a tensor beyond the memory": (1, b'["load", {}, {"t": ["float32", [9], 0]}]', b"", Kind.REFUSE),
     "a tensor of no dtype": (1, b'["load", {}, {"t": ["object", [1], 0]}]', bytes(8), Kind.REFUSE),
     "a negative shape": (1, b'["load", {}, {"t": ["uint8", [-1, -1], 0]}]', bytes(8), Kind.REFUSE),
+    "a call without an end": (1, b"[" * 100_000, b"", Kind.REFUSE),
+    "bytes without an end": (
+        1,
+        b'["load", {}, {"y": [{"t": ["uint8", [], 0]}, {"t": ["int64", [], 0]}]}]',
+        bytes(16),
+        Kind.REFUSE,
+    ),
     "a deep tree": (1, b'["load", {}, ' + b"[" * 100 + b"]" * 100 + b"]", b"", Kind.REFUSE),
 }
 
@@ -470,6 +478,64 @@ def test_calls_of_a_learner_that_lies(case: str) -> None:
             assert [raw.receive()[0].kind for _ in range(2)] == [Kind.ANSWER] * 2
         with gear.connect(url_of(server.address, str(table.name)), secret=SECRET) as remote:
             assert len(dataset(remote).sample()["index"]) == 8  # others are served
+
+
+class _Copied:
+    """An event of a GPU's stream."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_memory_is_not_used_again_while_a_stream_copies_from_it() -> None:
+    memory, first, second = BatchMemory(pinned=False), _Copied(), _Copied()
+    address = memory.take(1 << 20).ctypes.data
+    memory.copied(first)
+    memory.copied(second)
+    second.done = True
+    assert memory.take(1 << 20).ctypes.data != address
+    first.done = True
+    assert address in {each.ctypes.data for each in [memory.take(1 << 20), memory.take(1 << 20)]}
+
+
+@pytest.mark.long
+def test_a_killed_learner_whose_draw_waits_leaves_its_place() -> None:
+    with gear.Table.create(
+        COLUMNS, max_steps=2000, max_trajectories=100, name=fresh_name(), block_steps=4
+    ) as table:
+        with serving(str(table.name)) as server, server.proven() as raw:
+            learn(raw, str(table.name), {"dataset": PLAIN, "at": None}, wait=600_000)
+            assert raw.receive()[0].kind is Kind.LEARNING
+            call(raw, 1, b'["iterate", {"epoch": 0, "step": 0, "past": 0}, null]')
+            assert raw.receive()[0].kind is Kind.ANSWER
+            call(raw, 2, b'["next", {}, null]', received=1)  # waits: the table is empty
+            call(raw, 3, b'["next", {}, null]', received=1)
+            time.sleep(0.5)
+            (learner,) = server.server.resources.learners._known.values()
+            assert learner.owner is not None
+            raw.close()
+            deadline = time.monotonic() + 10
+            while learner.owner is not None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert learner.owner is None
+        table.unlink()
+
+
+@pytest.mark.long
+def test_an_error_of_a_batch_that_nobody_wants_is_not_told() -> None:
+    with filled() as table, connected(table) as remote:
+        replay = dataset(remote)
+        link = replay._link
+        wrong = link.submit("attribute", {"name": "nothing"})
+        link.drop((wrong,))
+        replay.settle()
+        link.submit("attribute", {"name": "nothing"}, wanted=False)
+        replay.settle()
+        with pytest.raises(TransportError, match="does not tell"):
+            replay.stats()
 
 
 @pytest.mark.long
