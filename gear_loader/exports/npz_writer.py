@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ def write_npz(table: Table, place: str, *, columns: Columns = None, compressed: 
         The folder.
 
     Raises:
-        SchemaError: as `Table.export`; columns of values of any length, but for text and arrays per trajectory.
+        SchemaError: as `Table.export`; columns of values of any length, but for text and arrays per trajectory; text
+            that ends in NUL, which NumPy cuts off.
     """
     chosen = chosen_columns(table, columns)
     images = images_of(table, chosen)
@@ -38,17 +40,26 @@ def write_npz(table: Table, place: str, *, columns: Columns = None, compressed: 
                 f"Column {name!r} has values of any length for each step, which npz has not; name others by columns=, "
                 f"or export to parquet. ({role!r} was asked for.)"
             )
-    save = np.savez_compressed if compressed else np.savez
+    method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
     with new_place(place) as partial:
         os.mkdir(partial)
         for number, each in enumerate(trajectories(table, chosen)):
-            arrays = {role: _array(value) for role, value in each.values.items()}
-            arrays |= {NEXT + role: _array(value) for role, value in each.final.items()}
-            save(os.path.join(partial, f"{number:08d}.npz"), **arrays)
+            arrays = {role: _array(role, value) for role, value in each.values.items()}
+            arrays |= {NEXT + role: _array(role, value) for role, value in each.final.items()}
+            # Not by numpy.savez, which has parameters of its own among the names.
+            with zipfile.ZipFile(os.path.join(partial, f"{number:08d}.npz"), "w", method) as file:
+                for name, array in arrays.items():
+                    with file.open(f"{name}.npy", "w", force_zip64=True) as stream:
+                        np.lib.format.write_array(stream, array, allow_pickle=False)
     return place
 
 
-def _array(value: Any) -> Any:
+def _array(role: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    if isinstance(value, (str, bytes)) and value[-1:] in ("\0", b"\0"):
+        raise SchemaError(
+            f"Column {role!r} has a value that ends in NUL, which NumPy cuts off; name others by columns=, or export "
+            "to parquet. Nothing was written."
+        )
     return np.array(value)

@@ -84,12 +84,20 @@ class StepRows(EpisodeReader):
         pieces: list[np.ndarray] = []
         known = self._numbers
         row = 0
+
+        def number(value: Any) -> int:
+            if value != value:
+                raise SourceError(
+                    f"{self._rows.source}: the episode, column {key.name!r}, is NaN; expected a number in each row."
+                )
+            return known.setdefault(value, len(known))
+
         for batch in self._rows.batches(top(self._rows, key, *scanned)):
             with readable(self._rows.source):
                 refuse_nulls(
                     self._array(batch, key), _place(self._rows.source, key, np.arange(row, row + len(batch)))
                 )
-                pieces.append(self._coded(batch, lambda value: known.setdefault(value, len(known))))
+                pieces.append(self._coded(batch, number))
                 for leaf in scanned:
                     place = _place(self._rows.source, leaf, np.arange(row, row + len(batch)))
                     leaf.scan.see(self._array(batch, leaf), place)
@@ -110,8 +118,15 @@ class StepRows(EpisodeReader):
         """The number of each row's episode."""
         array = self._array(batch, self._key)
         coded = array if hasattr(array, "dictionary") else array.dictionary_encode()
-        numbers = np.array([number(value) for value in coded.dictionary.to_pylist()], dtype=np.int64)
-        return numbers[coded.indices.to_numpy()] if len(numbers) else numbers
+        indices = coded.indices.to_numpy()
+        used = np.flatnonzero(
+            np.bincount(indices, minlength=len(coded.dictionary))
+        )  # a category may have no rows
+        numbers = np.full(len(coded.dictionary), -1, dtype=np.int64)
+        values = coded.dictionary.take(require("pyarrow", "Reading rows of Arrow").array(used)).to_pylist()
+        numbers[used] = [number(value) for value in values]
+        found: np.ndarray = numbers[indices]
+        return found
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -86,13 +87,37 @@ class Filling:
     def _is_one_piece(self, steps: int) -> bool:
         """Whether so many steps are known to be added at once."""
         step_bytes = sum(column.step_bytes for column in self.table.schema.values())
-        return not self.table.schema.ragged and steps * step_bytes <= (self.piece or 0)
+        count, most_steps, blocks, _ = self._most()
+        layout = self.table._engine.region.layout
+        used = int((-(-(self.lengths + 1) // layout.block_steps)).sum())
+        fits = len(self.lengths) <= count and steps <= most_steps and used <= blocks
+        return fits and not self.table.schema.ragged and steps * step_bytes <= (self.piece or 0)
+
+    def _most(self) -> tuple[float, float, float, float]:
+        """Trajectories, steps, blocks and bytes of values of any length of a piece: half of a table that makes room."""
+        if self.piece is None or self.table.on_full == "error":
+            return (math.inf,) * 4
+        layout = self.table._engine.region.layout
+        return (
+            max(1, layout.max_trajectories // 2),
+            layout.max_steps / 2,
+            layout.num_blocks / 2,
+            layout.payload / 2,
+        )
+
+    def _steps(self, episode: Episode) -> int:
+        """Steps of an episode."""
+        name = next(name for name, column in self.table.schema.added.items() if not column.trajectory)
+        values = episode[name]
+        return len(values.offsets) - 1 if isinstance(values, Ragged) else len(values)
 
     def _cut(self, episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
         """Episodes in pieces of at most `piece` bytes, but at least one episode."""
         most, ragged = self.table._engine.region.layout.payload, list(self.table.schema.ragged)
         piece: list[Episode] = []
         taken = 0
+        limits, used = np.array(self._most()), np.zeros(4)
+        block_steps = self.table._engine.region.layout.block_steps
         for episode in episodes:
             long = sum(_text_size(episode[name]) for name in ragged if name in episode)
             if long > most and self.piece is not None:  # before a copy of them is made
@@ -101,11 +126,21 @@ class Filling:
                     f"{most:,} for those of all. Give it more: payload=, or Memory(payload=)."
                 )
             size = 0 if self.piece is None else sum(map(_size, episode.values()))
-            if piece and self.piece is not None and taken + size > self.piece:
+            steps = self._steps(episode)
+            blocks = -(-(steps + 1) // block_steps)
+            own = np.array(
+                [1, steps, blocks, sum(_size(episode[name]) for name in ragged if name in episode)]
+            )
+            if (
+                piece
+                and self.piece is not None
+                and (taken + size > self.piece or (used + own > limits).any())
+            ):
                 yield piece
-                piece, taken = [], 0
+                piece, taken, used = [], 0, np.zeros(4)
             piece.append(episode)
             taken += size
+            used += own
             del episode
         if piece:
             yield piece

@@ -198,7 +198,9 @@ def load(
             return fill.all_or_none()
         fill.piece = BACKGROUND_BYTES
         pieces = (fill.added for _ in fill.pieces())
-        table._engine.loading = Loading(reader.source, len(lengths), int(lengths.sum()), pieces)
+        table._engine.loading = Loading(
+            reader.source, len(lengths), int(lengths.sum()), pieces, num_loaded=fill.first
+        )
         return table
     except BaseException:
         if made:
@@ -242,13 +244,16 @@ def _table_for(
 
 def _payload_of(reader: EpisodeReader, schema: Schema, lengths: np.ndarray, progress: bool) -> int:
     """Bytes that the values of any length of a reader's first episodes take in a table."""
-    return FIRST + int(_payloads(reader, schema, lengths, progress).sum())
+    told = len(lengths) == len(reader)  # what the first ones of them take it does not tell
+    return FIRST + int(_payloads(reader, schema, lengths, progress, told=told).sum())
 
 
-def _payloads(reader: EpisodeReader, schema: Schema, lengths: np.ndarray, progress: bool) -> np.ndarray:
-    """As `_payload_of`, of each episode, int64 [n]; of a reader that tells it in proportion to their steps."""
+def _payloads(
+    reader: EpisodeReader, schema: Schema, lengths: np.ndarray, progress: bool, *, told: bool = True
+) -> np.ndarray:
+    """As `_payload_of`, of each episode, int64 [n]; in proportion to their steps if the reader has `told` it."""
     columns = {name: column for name, column in schema.items() if column.ragged is not None}
-    if reader.payload is not None or not columns:
+    if (told and reader.payload is not None) or not columns:
         share = -(-(reader.payload or 0) * lengths // max(reader.num_steps, 1))
         return np.asarray(share + bool(columns) * (HEADER + GRAIN * len(columns)))
     taken = np.zeros(len(lengths), dtype=np.int64)

@@ -97,7 +97,7 @@ class TarRows(Rows):
             if not first:
                 raise SourceError(f"{source} has no samples; expected one at least.")
             fields, features = [], {}
-            for name in first[0]:
+            for name in dict.fromkeys(name for sample in first for name in sample):
                 values = [sample[name] for sample in first if name in sample]
                 fields.append(pa.field(name, _type_of(name, values, whole)))
                 if _ending(name) in _IMAGES:
@@ -184,7 +184,7 @@ class _Tar:
 
     def members(self) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         """Key, column and member of each file."""
-        with tarfile.open(fileobj=self._file, mode="r:") as self._tar:
+        with tarfile.open(fileobj=self._file, mode="r:", tarinfo=_TarHeader) as self._tar:
             for member in self._tar:
                 folder, slash, base = member.name.rpartition("/")
                 stem, dot, ending = base.partition(".")
@@ -199,6 +199,21 @@ class _Tar:
         if len(data) != member.size:
             raise tarfile.ReadError(f"{member.name!r} ends after {len(data)} of {member.size} bytes")
         return data
+
+
+class _TarHeader(tarfile.TarInfo):
+    """A header; where there is none, and no end of the archive, tarfile would end as if there were no more members."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> _TarHeader:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(
+                f"no header and no end of the archive at byte {tar.offset:,}: {error}"
+            ) from error
 
 
 class _Bounded(io.RawIOBase):

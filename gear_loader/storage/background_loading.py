@@ -25,10 +25,18 @@ class Loading:
         num_loaded: trajectories of it that the table has been given so far.
     """
 
-    def __init__(self, source: str, num_trajectories: int, num_steps: int, pieces: Iterator[int]) -> None:
+    def __init__(
+        self,
+        source: str,
+        num_trajectories: int,
+        num_steps: int,
+        pieces: Iterator[int],
+        *,
+        num_loaded: int = 0,
+    ) -> None:
         """`pieces` adds trajectories, and yields how many of the source there are so far."""
         self.source, self.num_trajectories, self.num_steps = source, num_trajectories, num_steps
-        self.num_loaded = 0
+        self.num_loaded = num_loaded
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._pid = os.getpid()

@@ -233,3 +233,14 @@ def test_formats_of_ones_own(plain: Any, tmp_path: Path, monkeypatch: pytest.Mon
         exports.register("parquet", lengths)
     with pytest.raises(SchemaError, match="such as 'mine'"):
         exports.register("Mine", lengths)
+
+
+def test_npz_has_names_of_numpys_parameters_and_refuses_what_it_would_cut(tmp_path: Path) -> None:
+    episode = {"file": np.arange(3), "allow_pickle": np.arange(3), "key": b"ab\0"}
+    with gear.sources.load([episode], per_trajectory=["key"], progress=False) as table:
+        table.export(f"npz:{tmp_path}/a", columns=["file", "allow_pickle"])
+        with np.load(tmp_path / "a/00000000.npz") as found:
+            assert found["file"].tolist() == found["allow_pickle"].tolist() == [0, 1, 2]
+        with pytest.raises(SchemaError, match="'key' has a value that ends in NUL"):
+            table.export(f"npz:{tmp_path}/b")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -180,3 +180,28 @@ def test_a_killed_load_is_resumed(tmp_path: Path) -> None:
                 check(saved)
         finally:
             table.unlink()
+
+
+def test_a_table_smaller_than_a_piece_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_loading, "BACKGROUND_BYTES", 1 << 20)
+    columns = {"x": gear.Column(torch.float32), "task": gear.Column(str, per="trajectory")}
+    for wait in (False, True):
+        with gear.Table.create(
+            columns,
+            max_steps=12,
+            max_trajectories=2,
+            memory=gear.Memory(payload=9999),
+            on_full="evict_oldest",
+        ) as table:
+            load(Reader(), table, wait=wait, progress=False)
+            if table.loading is not None:
+                table.loading.wait(60)
+            assert table.lengths().tolist() == [6, 1]
+
+
+def test_nothing_is_missing() -> None:
+    with load(Reader(), payload=10_000, progress=False) as table:
+        load(Reader(), table, resume=True, wait=False, progress=False)
+        assert table.loading is not None
+        table.loading.wait(60)
+        assert "loaded, 6 of 6" in repr(table.loading)

@@ -273,3 +273,26 @@ def test_addresses() -> None:
             gear.load_dataset("hdf5:memory://bucket/a.hdf5")
     finally:
         system.rm("/bucket", recursive=True)
+
+
+def test_a_tar_file_that_was_cut_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "a.tar"
+    write(path, {f"a/{number}.x.npy": npy(np.float32(number)) for number in range(4)})
+    whole = path.read_bytes()
+    for end in (1024, 1280, 3072, 4096):  # between members, and in headers
+        path.write_bytes(whole[:end])
+        with pytest.raises(SourceError, match="no header and no end of the archive"):
+            read_webdataset(path)
+    path.write_bytes(whole[:2068] + b"?" + whole[2069:])
+    with pytest.raises(SourceError, match="no end of the archive at byte 2,048: bad checksum"):
+        read_webdataset(path)
+
+
+def test_a_column_that_the_first_sample_lacks_is_not_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    write(tmp_path / "a.tar", {"a/0.x.cls": b"0", "a/1.x.cls": b"1", "a/1.y.cls": b"1"})
+    with pytest.raises(SourceError, match=r"'a/0' has no 'y\.cls'"):
+        gear.load_dataset(tmp_path / "a.tar", progress=False)
+    with gear.load_dataset(tmp_path / "a.tar", columns=["x.cls"], progress=False) as table:
+        assert table[0]["x.cls"].tolist() == [0, 1]

@@ -462,3 +462,25 @@ def test_a_large_entry_of_a_dictionary_stays_one(tmp_path: Path) -> None:
             ):
                 gear.load_dataset(path, table, progress=False)
             assert pa.default_memory_pool().max_memory() - before < 2**30
+
+
+@pytest.mark.parametrize("categories", [["gone", "b", "a"], ["b", "gone", "a"], ["b", "a", "gone"]])
+def test_categories_without_rows_are_no_episodes(categories: list[str]) -> None:
+    pa = pytest.importorskip("pyarrow")
+    places = [categories.index(name) for name in ("a", "a", "b")]
+    key = pa.DictionaryArray.from_arrays(pa.array(places, pa.int32()), pa.array(categories))
+    with load(read_rows(pa.table({"episode": key, "x": [1.0, 2.0, 3.0]})), progress=False) as table:
+        assert [table[i]["x"].tolist() for i in table.indices().tolist()] == [[1.0, 2.0], [3.0]]
+
+
+def test_nan_is_no_episode() -> None:
+    pa = pytest.importorskip("pyarrow")
+    with pytest.raises(SourceError, match="column 'episode', is NaN"):
+        read_rows(pa.table({"episode": [0.0, float("nan")], "x": [1.0, 2.0]}))
+
+
+def test_the_first_episodes_have_room_for_more_text_than_the_others(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"episode": [0, 1, 2], "s": ["y" * 99_999, "", ""]}), tmp_path / "a.parquet")
+    with gear.load_dataset(tmp_path / "a.parquet", max_trajectories=1, progress=False) as table:
+        assert len(table[0]["s"][0]) == 99_999
