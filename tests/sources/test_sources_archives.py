@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import random
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from files_common import damaged, pngs, tarred
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
@@ -81,13 +80,7 @@ def test_npz_that_does_not_fit(
 
 
 def images() -> list[bytes]:
-    image = pytest.importorskip("PIL.Image")
-    found = []
-    for number in range(7):
-        memory = io.BytesIO()
-        image.fromarray(np.full((4, 6, 3), number, np.uint8)).save(memory, "png")
-        found.append(memory.getvalue())
-    return found
+    return pngs(7, 4, 6)
 
 
 def npy(array: Any) -> bytes:
@@ -97,13 +90,7 @@ def npy(array: Any) -> bytes:
 
 
 def write(path: Path, members: dict[str, bytes]) -> None:
-    memory = io.BytesIO()
-    with tarfile.open(fileobj=memory, mode="w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    data = memory.getvalue()
+    data = tarred(members)
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
@@ -207,16 +194,10 @@ def test_damaged_archives_are_errors(tmp_path: Path, name: str) -> None:
     else:
         write(path, samples(images()))
         schema, payload = {"txt": gear.Column(str), "raw": gear.Column(bytes)}, gear.Memory(payload=9999)
-    whole, made, refused = path.read_bytes(), random.Random(0), 0
+    refused = 0
     with gear.Table.create(schema, max_steps=999, max_trajectories=99, memory=payload) as table:
-        for number in range(300):
-            damaged = bytearray(whole)
-            if number % 3:
-                for _ in range(made.randint(1, 4)):
-                    damaged[made.randrange(len(damaged))] = made.randrange(256)
-            else:
-                del damaged[made.randrange(len(damaged)) :]
-            path.write_bytes(damaged)
+        for data in damaged(path.read_bytes(), 300):
+            path.write_bytes(data)
             read = read_npz if name == "a.npz" else read_webdataset
             try:
                 gear.sources.load(read(path, columns=list(schema)), table, progress=False)
@@ -246,13 +227,8 @@ def test_addresses() -> None:
             memory = io.BytesIO()
             np.savez(memory, x=np.full(3, part, np.float32))
             system.pipe(f"/bucket/a/{part}.npz", memory.getvalue())
-            memory = io.BytesIO()
-            with tarfile.open(fileobj=memory, mode="w") as tar:
-                for step in range(3):
-                    info = tarfile.TarInfo(f"{part}/{step}.x.cls")
-                    info.size = 1
-                    tar.addfile(info, io.BytesIO(b"%d" % part))
-            system.pipe(f"/bucket/a/{part}.tar", memory.getvalue())
+            members = {f"{part}/{step}.x.cls": b"%d" % part for step in range(3)}
+            system.pipe(f"/bucket/a/{part}.tar", tarred(members))
         for kind, pattern, name in (
             ("parquet", "bucket/a", "x"),
             ("parquet", "bucket/a/*.parquet", "x"),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from files_common import damaged, pngs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -296,8 +295,6 @@ def test_damaged_files_are_errors(tmp_path: Path, suffix: str) -> None:
     else:
         with (pa.ipc.new_file if suffix == "arrow" else pa.ipc.new_stream)(str(path), rows.schema) as writer:
             writer.write_table(rows, max_chunksize=25)
-    whole = path.read_bytes()
-    made = random.Random(0)
     schema = {
         "obs": gear.Column(torch.float32, (3,)),
         "task": gear.Column(str),
@@ -307,14 +304,8 @@ def test_damaged_files_are_errors(tmp_path: Path, suffix: str) -> None:
     with gear.Table.create(
         schema, max_steps=99, max_trajectories=9, memory=gear.Memory(payload=9999)
     ) as table:
-        for number in range(120):
-            damaged = bytearray(whole)
-            if number % 3:
-                for _ in range(made.randint(1, 4)):
-                    damaged[made.randrange(len(damaged))] = made.randrange(256)
-            else:
-                del damaged[made.randrange(len(damaged)) :]
-            path.write_bytes(damaged)
+        for data in damaged(path.read_bytes(), 120):
+            path.write_bytes(data)
             try:
                 gear.load_dataset(str(path), table, progress=False)
             except SourceError:
@@ -339,12 +330,7 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_images_are_kept_as_the_data_set_has_them(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    image = pytest.importorskip("PIL.Image")
-    coded = []
-    for number in range(6):
-        memory = io.BytesIO()
-        image.fromarray(np.full((4, 6, 3), number, np.uint8)).save(memory, "png")
-        coded.append(memory.getvalue())
+    coded = pngs(6, 4, 6)
     features = datasets.Features({"episode": datasets.Value("int64"), "frame": datasets.Image()})
     made = {"episode": [0, 0, 0, 1, 1, 1], "frame": [{"bytes": each, "path": None} for each in coded]}
     dataset = datasets.Dataset.from_dict(made, features=features)
@@ -466,7 +452,6 @@ def test_a_large_entry_of_a_dictionary_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("categories", [["gone", "b", "a"], ["b", "gone", "a"], ["b", "a", "gone"]])
 def test_categories_without_rows_are_no_episodes(categories: list[str]) -> None:
-    pa = pytest.importorskip("pyarrow")
     places = [categories.index(name) for name in ("a", "a", "b")]
     key = pa.DictionaryArray.from_arrays(pa.array(places, pa.int32()), pa.array(categories))
     with load(read_rows(pa.table({"episode": key, "x": [1.0, 2.0, 3.0]})), progress=False) as table:
@@ -474,13 +459,11 @@ def test_categories_without_rows_are_no_episodes(categories: list[str]) -> None:
 
 
 def test_nan_is_no_episode() -> None:
-    pa = pytest.importorskip("pyarrow")
     with pytest.raises(SourceError, match="column 'episode', is NaN"):
         read_rows(pa.table({"episode": [0.0, float("nan")], "x": [1.0, 2.0]}))
 
 
 def test_the_first_episodes_have_room_for_more_text_than_the_others(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"episode": [0, 1, 2], "s": ["y" * 99_999, "", ""]}), tmp_path / "a.parquet")
     with gear.load_dataset(tmp_path / "a.parquet", max_trajectories=1, progress=False) as table:
         assert len(table[0]["s"][0]) == 99_999

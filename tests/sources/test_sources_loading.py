@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensordict_stand_in
 import torch
+from files_common import pngs
 from sources_common import (
     LENGTHS,
     ScriptedEnv,
@@ -186,13 +187,7 @@ def test_a_reader_of_values_of_any_length(coded: list[bytes]) -> None:
 
 @pytest.fixture
 def coded() -> list[bytes]:
-    image = pytest.importorskip("PIL.Image")
-    found = []
-    for value in range(3):
-        memory = io.BytesIO()
-        image.fromarray(np.full((2, 5, 3), value, np.uint8)).save(memory, "png")
-        found.append(memory.getvalue())
-    return found
+    return pngs(3, 2, 5)
 
 
 class HuggingFace:
