@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from options_common import nested_table
 
 import gear_loader as gear
+from gear_loader.distributed import Shards
 
 SCHEMA = {
     "obs": gear.Column(torch.float32, (3,)),
@@ -79,6 +80,26 @@ def filled(name: str | None, shard: int, counts: list[int], **options: Any) -> g
         number = 100 * shard + i
         table.add(trajectory(number, number * 7 % 23 + 1), priority=number % 5 + 0.5)
     return table
+
+
+def on_two_nodes(
+    table: gear.Table,
+    rank: int,
+    world: int,
+    work: Callable[[Shards, int, int], Any],
+    transport: str = "socket",
+) -> Any:
+    """What the work of a rank returns, over shards of which the first two are on one node; unlinks the table."""
+    try:
+        shards = Shards(table, timeout=60, transport=transport, node=f"node-{rank // 2}")
+        try:
+            found = work(shards, rank, world)
+            shards.exchange.barrier()
+        finally:
+            shards.close()
+        return found
+    finally:
+        table.unlink()
 
 
 def run_ranks(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed_common import SCHEMA, new_priorities, run_ranks, trajectory
+from distributed_common import SCHEMA, new_priorities, on_two_nodes, run_ranks, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from options_common import nested, nested_table
@@ -104,16 +104,7 @@ def rank_of(
     rank: int, world: int, work: Callable[[Shards, int, int], Any], transport: str = "socket", **options: Any
 ) -> Any:
     table = make(f"gear-packed-{os.getppid()}-{rank}", rank, **options)
-    try:  # the first two on one node, the third on another
-        shards = Shards(table, timeout=60, transport=transport, node=f"node-{rank // 2}")
-        try:
-            found = work(shards, rank, world)
-            shards.exchange.barrier()
-        finally:
-            shards.close()
-        return found
-    finally:
-        table.unlink()
+    return on_two_nodes(table, rank, world, work, transport)
 
 
 def alone() -> Shards:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed_common import run_ranks
+from distributed_common import on_two_nodes, run_ranks
 
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
@@ -138,17 +138,7 @@ def draw(shards: Shards, name: str, world: int, count: int = 5, **more: Any) -> 
 
 
 def rank_of(rank: int, world: int, work: Callable[[Shards, int, int], Any], transport: str) -> Any:
-    table = make(f"gear-ragged-{os.getppid()}-{rank}", rank)
-    try:  # the first two on one node, the third on another
-        shards = Shards(table, timeout=60, transport=transport, node=f"node-{rank // 2}")
-        try:
-            found = work(shards, rank, world)
-            shards.exchange.barrier()
-        finally:
-            shards.close()
-        return found
-    finally:
-        table.unlink()
+    return on_two_nodes(make(f"gear-ragged-{os.getppid()}-{rank}", rank), rank, world, work, transport)
 
 
 def draw_all(shards: Shards, rank: int, world: int) -> dict[str, Any]:
