@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cli_common import run
 
 import gear_loader as gear
 from gear_loader.look import summary
-from tests.cli_common import run
 
 LENGTHS = (3, 12, 1, 7)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from table_common import COLUMNS, RAGGED, numbers_of, rows
 
 import gear_loader as gear
 from gear_loader.checkpoint import bucket
@@ -22,7 +23,6 @@ from gear_loader.checkpoint.saving import Save
 from gear_loader.checkpoint.segments import stored_columns
 from gear_loader.errors import CheckpointError, SourceError
 from gear_loader.utils import addresses
-from tests.table_common import COLUMNS, RAGGED, numbers_of, rows
 
 fsspec = pytest.importorskip("fsspec")
 

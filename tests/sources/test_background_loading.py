@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
@@ -53,19 +53,12 @@ def _pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_loading, "BACKGROUND_BYTES", 1)
 
 
-def until(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_a_table_is_drawn_from_while_it_is_filled() -> None:
     reader = Reader(pause=4)
     table = load(reader, wait=False, payload=10_000, statistics=True, progress=False)
     loading = table.loading
     assert loading is not None
-    until(lambda: loading.num_loaded == 3)  # the piece with the fourth ends where the fifth begins
+    wait_until(lambda: loading.num_loaded == 3)  # the piece with the fourth ends where the fifth begins
     assert table.sample(8)["x"].max() <= 2
     assert (loading.done, repr(loading)) == (False, "<Mine: loading, 3 of 6 trajectories>")
     with pytest.raises(
@@ -118,7 +111,7 @@ def test_it_is_cancelled_and_resumed_with_what_was_evicted() -> None:
     load(reader, table, wait=False, progress=False)
     loading = table.loading
     assert loading is not None
-    until(lambda: loading.num_loaded == 3)
+    wait_until(lambda: loading.num_loaded == 3)
     threading.Timer(0.1, reader.go.set).start()
     loading.cancel()
     assert loading.done

@@ -17,6 +17,7 @@ import pytest
 import torch
 from table_common import fresh_name
 from transport_common import SECRET, Proxy, Raw, serving
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import (
@@ -93,8 +94,8 @@ def pair(**options: Any) -> Iterator[tuple[gear.Table, gear.Table, Any]]:
 
 def dataset(table: Any, **options: Any) -> gear.ReplayDataset:
     given = {"batch_size": 8, "windows": gear.Window(3, -1), "columns": READ, "device": "cpu", **options}
-    if isinstance(given["windows"], dict) or "columns" in options:
-        given = {name: value for name, value in given.items() if name != "columns" or "columns" in options}
+    if isinstance(given["windows"], dict) and "columns" not in options:
+        del given["columns"]
     return gear.ReplayDataset(table, **given)
 
 
@@ -517,10 +518,7 @@ def test_a_killed_learner_whose_draw_waits_leaves_its_place() -> None:
             (learner,) = server.server.resources.learners._known.values()
             assert learner.owner is not None
             raw.close()
-            deadline = time.monotonic() + 10
-            while learner.owner is not None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert learner.owner is None
+            wait_until(lambda: learner.owner is None, patience=10)
         table.unlink()
 
 
@@ -548,16 +546,14 @@ def test_too_many_learners_and_those_that_went_away() -> None:
             learn(raws[-1], str(table.name), {"dataset": PLAIN, "at": None}, bytes([number]) * 16)
         assert [raw.receive()[0].kind for raw in raws] == [Kind.LEARNING] * 2 + [Kind.ERROR]
         raws[0].close()
-        deadline = time.monotonic() + 20
-        while len(server.server.resources.learners._known) > 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: len(server.server.resources.learners._known) <= 1, patience=20)
         learn(raws[2], str(table.name), {"dataset": PLAIN, "at": None}, bytes([9]) * 16)
         assert raws[2].receive()[0].kind is Kind.LEARNING
         for raw in raws:
             raw.close()
 
 
-def test_a_forked_child_a_worker_and_a_mixture_are_refused() -> None:
+def test_a_worker_a_mixture_and_calls_after_the_end_are_refused() -> None:
     with pair() as (local, _, remote):
         mine = dataset(remote)
         with pytest.raises(SchemaError, match="num_workers=0"):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cli_common import run
+from table_common import fresh_name
 
 import gear_loader as gear
 from gear_loader import errors
 from gear_loader.transport.tls import client_context, server_context
 from gear_loader.utils.paths import is_address
-from tests.table_common import fresh_name
 
 COLUMNS = {"x": gear.Column(torch.int64)}
 
