@@ -74,20 +74,13 @@ def trajectories(table: Table, chosen: dict[str, str]) -> Iterator[Trajectory]:
     Raises:
         SchemaError: a write-once column that a trajectory has no values of.
     """
-    engine = table._engine
     lengths = dict(zip(table.indices().tolist(), table.lengths().tolist(), strict=True))
-    finals = [(role, name) for role, name in chosen.items() if table.schema[name].final]
     images = {chosen[role] for role in images_of(table, chosen)}
-    decoded = any(table.schema[name].codec is not None and name not in images for name in chosen.values())
     for index in lengths:
         try:
-            rows = engine.rows(index, encoded=bool(images))
-            if images and decoded and rows is not None:
-                rows = {**(engine.rows(index) or {}), **{name: rows[name] for name in images if name in rows}}
-            final = table.final(index) if finals else None
+            rows, final = table._engine.rows_and_final(index, encoded=images)
         except StaleIndexError:
             continue
-        assert rows is not None
         if missing := [name for name in chosen.values() if name not in rows]:
             raise SchemaError(
                 f"Trajectory {index} has no values of the write-once columns {missing}; fill them, or name other "
@@ -96,7 +89,9 @@ def trajectories(table: Table, chosen: dict[str, str]) -> Iterator[Trajectory]:
         stepped = [name for name in rows if not table.schema[name].trajectory]
         length = len(rows[stepped[0]]) if stepped else lengths[index]
         values = {role: rows[name] for role, name in chosen.items()}
-        yield Trajectory(length, values, {role: final[name] for role, name in finals} if final else {})
+        yield Trajectory(
+            length, values, {role: final[name] for role, name in chosen.items() if name in final}
+        )
 
 
 @contextlib.contextmanager

@@ -146,8 +146,8 @@ def _episode(
     following: Mapping[str, str],
     found: Mapping[str, Any],
 ) -> Any:
-    steps = table[index]
-    values, after = numbers(steps, chosen), numbers(table.final(index) or {}, chosen)
+    steps, final = table._engine.rows_and_final(index)
+    values, after = numbers(steps, chosen), numbers(final, chosen)
     for role, name in following.items():
         if role not in after:
             after[role] = numbers(steps, {role: name})[role][-1]

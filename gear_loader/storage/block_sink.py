@@ -452,7 +452,7 @@ class GrowingSink(BlockSink):
         """The last `overlap` steps of a lane's chunk, which may lie on disk; None if it is gone."""
         slot, generation = self.lanes[lane, [LANE_SLOT, LANE_GENERATION]].tolist()
         try:
-            steps = self.table.rows(slot, encoded=True)  # those of a lossy codec are not encoded again
+            steps = self.table.rows(slot, encoded=self._steps)  # those of a lossy codec are not encoded again
         except StaleIndexError:
             return None
         if steps is None or self.index.arrays.generation[slot] != generation:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -333,14 +333,16 @@ class Engine:
         check = self.reader().check_gathered
         return PayloadReader(self.region, self.index.arrays, check, tier if self.has_tier else None)
 
-    def rows(self, index: int, *, final: bool = False, encoded: bool = False) -> dict[str, Any] | None:
+    def rows(
+        self, index: int, *, final: bool = False, encoded: Collection[str] = ()
+    ) -> dict[str, Any] | None:
         """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
         trajectory, on the CPU; for transports.
 
         Args:
             index: index of the trajectory.
             final: with the final step as the last row (zeros in columns without one); None if it has none.
-            encoded: whether columns with a codec are lists of bytes, of a table without a disk tier.
+            encoded: those of the columns with a codec that are lists of bytes, of a table without a disk tier.
 
         Raises:
             StaleIndexError: the index has no live trajectory.
@@ -355,7 +357,31 @@ class Engine:
             with contextlib.suppress(MovedRowsError):  # of ragged values that were read elsewhere meanwhile
                 return self._rows(int(index), final=final, encoded=encoded)
 
-    def _rows(self, index: int, *, final: bool, encoded: bool) -> dict[str, Any] | None:
+    def rows_and_final(
+        self, index: int, *, encoded: Collection[str] = ()
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values of a trajectory, as `rows` returns them, and those after its last step, as `Table.final` (none of
+        one that was added without them), at one moment.
+
+        Args:
+            encoded: as of `rows`.
+
+        Raises:
+            StaleIndexError: the index has no live trajectory.
+        """
+        finals = [name for name, column in self.schema.items() if column.final]
+        rows = self.rows(index, final=True, encoded=encoded) if finals else None
+        if rows is None:
+            rows = self.rows(index, encoded=encoded)
+            assert rows is not None
+            return rows, {}
+        final = {name: rows[name][-1] for name in finals}
+        steps = {
+            name: each if self.schema[name].trajectory else each[:-1] for name, each in rows.items()
+        }  # no column is ragged, of a table with final steps
+        return steps, final
+
+    def _rows(self, index: int, *, final: bool, encoded: Collection[str]) -> dict[str, Any] | None:
         """`rows`, of a live trajectory or not."""
         live, ticket = self.index, Ticket()
         try:
@@ -375,7 +401,7 @@ class Engine:
                     )
                 for name in self.schema.ragged:
                     if rows is not None and name in rows:
-                        rows[name] = self._read_ragged(name, int(index), rows[name], encoded)
+                        rows[name] = self._read_ragged(name, int(index), rows[name], name in encoded)
             ticket.end()
             return rows
         finally:

@@ -177,6 +177,33 @@ def test_what_is_evicted_meanwhile_is_left_out(
     assert pq.read_table(tmp_path / "a.parquet")["frame_index"].to_pylist() == [0, *range(7)]
 
 
+def test_a_trajectory_that_grows_meanwhile_is_read_at_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = gear.Table.create(
+        {"image": gear.Column(torch.uint8, (4, 6, 3), codec="png"), "step": gear.Column(torch.int64)},
+        max_steps=40,
+        max_trajectories=4,
+        memory=gear.Memory(payload="1MiB"),
+    )
+    writer, rows = table.writers(1, commit_every_step=True), Engine.rows
+
+    def step(number: int) -> None:
+        writer.append({"image": np.full((1, 4, 6, 3), number, np.uint8), "step": np.array([number])})
+
+    def read(self: Engine, index: int, **options: Any) -> Any:
+        found = rows(self, index, **options)
+        step(table.num_steps)
+        return found
+
+    step(0)
+    monkeypatch.setattr(Engine, "rows", read)
+    table.export(tmp_path / "a.parquet")
+    found = pq.read_table(tmp_path / "a.parquet").to_pydict()
+    assert found["step"] == [0]
+    assert len(found["image"]) == 1
+
+
 @pytest.mark.parametrize(
     ("address", "options", "message"),
     [
