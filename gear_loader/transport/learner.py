@@ -33,10 +33,9 @@ _PAUSE = 0.02  # most seconds between two attempts
 
 
 class LearnerCall(NamedTuple):
-    """A call of a learner: its number, from 1 on; what it has received of the answers; what it calls, and with what."""
+    """A call of a learner: its number, from 1 on; what it calls, and with what."""
 
     number: int
-    received: int
     name: str
     options: dict[str, Any]
     values: Any
@@ -206,7 +205,7 @@ class Learner:
         self.executed = first - 1
 
     @staticmethod
-    def read(number: int, received: int, text: bytes, data: Array) -> LearnerCall:
+    def read(number: int, text: bytes, data: Array) -> LearnerCall:
         """The call of a message from an untrusted source.
 
         Raises:
@@ -222,7 +221,7 @@ class Learner:
             raise ProtocolError(
                 f"A call of a learner is {shown(str(text[:100]))}; expected a name, options and a tree."
             )
-        return LearnerCall(number, received, name, options, read_tree(tree, data))
+        return LearnerCall(number, name, options, read_tree(tree, data))
 
     def execute(
         self, owner: object, call: LearnerCall, is_gone: Callable[[], bool] = bool
@@ -236,8 +235,6 @@ class Learner:
         with self._turn:
             if self.owner is not owner:
                 return None
-            while self._answers and self._answers[0].number <= call.received:
-                self._answers.popleft()
             if call.number <= self.executed:
                 found = next((each for each in self._answers if each.number == call.number), None)
                 if found is None:
@@ -317,24 +314,34 @@ class Learner:
 
     def _next(self, _: Mapping[str, Any], __: Any) -> Any:
         """The next batch; None at the end of the epoch."""
-        waiting = Backoff(self._wait, longest=_PAUSE)
-        while True:
-            if self._at is None:
-                raise TransportError("A learner asked for a batch before it began an iteration.")
+        if self._at is None:
+            raise TransportError("A learner asked for a batch before it began an iteration.")
+        epoch, step, past = at = self._at
+
+        def advance() -> Any:
             if self._batches is None:
-                self._start(*self._at)
+                self._start(*at)
             assert self._batches is not None
             try:
+                return next(self._batches, None)
+            except (RateLimitError, TableEmptyError):  # which has ended the iteration
+                self._batches = None
+                raise
+
+        batch = self._waited(advance)
+        self._at = epoch, step + 1, past
+        return batch
+
+    def _waited(self, draw: Callable[[], Any]) -> Any:
+        """What `draw()` returns once there are trajectories to draw from; its error if there are none in time."""
+        waiting = Backoff(self._wait, longest=_PAUSE)
+        while True:
+            try:
                 with limited(max(_LEAST, waiting.left)):
-                    batch = next(self._batches, None)
+                    return draw()
             except (RateLimitError, TableEmptyError):
                 if not waiting.sleep():
                     raise
-                self._start(*self._at)
-                continue
-            epoch, step, past = self._at
-            self._at = epoch, step + 1, past
-            return batch
 
     def _sample(self, given: Mapping[str, Any], _: Any) -> Any:
         """A batch of `ReplayDataset.sample`, and the number of drawn items."""
@@ -344,15 +351,8 @@ class Learner:
             self._check_size(dataset, size)
         items = at_least("items", given["items"], least=0)
         dataset.seek_sample(at_least("number", given["number"], least=0), items, stream=given["stream"])
-        waiting = Backoff(self._wait, longest=_PAUSE)
-        while True:
-            try:
-                with limited(max(_LEAST, waiting.left)):
-                    batch = dataset.sample(size)
-                return {"batch": batch, "items": dataset._position.sampled_items - items}
-            except (RateLimitError, TableEmptyError):
-                if not waiting.sleep():
-                    raise
+        batch = self._waited(lambda: dataset.sample(size))
+        return {"batch": batch, "items": dataset._position.sampled_items - items}
 
     # ---------------------------------------------------------------- priorities and states
 

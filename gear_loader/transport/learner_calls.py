@@ -163,7 +163,7 @@ class LearnerCalls:
                             f"most {MOST_CALLS} are taken."
                         )
                 number, text, data = call
-                asked = learner.read(number, self._received, text, data)
+                asked = learner.read(number, text, data)
                 answer = learner.execute(self, asked, pipe.has_ended)
                 if answer is None:
                     raise ConnectionAbortedError("The learner has left, or goes on over another connection.")

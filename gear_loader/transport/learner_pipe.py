@@ -86,12 +86,10 @@ class Pipe:
         if len(parts) > 1 and sum(map(len, map(as_bytes, parts))) <= _JOINED:
             parts = [b"".join(parts)]  # type: ignore[arg-type]
         views = [as_bytes(part) for part in parts if len(part)]
-        apart = not isinstance(self.connection, ssl.SSLSocket)
         while views:
             try:
-                sent = (
-                    self.connection.sendmsg(views[:MOST_PARTS]) if apart else self.connection.send(views[0])
-                )
+                some = views[:MOST_PARTS]
+                sent = self.connection.sendmsg(some) if self._apart else self.connection.send(some[0])
             except (BlockingIOError, TimeoutError):
                 self._idle()
                 continue
