@@ -247,9 +247,12 @@ class PackedDeviceBuffers(PackedBuffers):
         in_records = self.table_columns(table)[1]
         if key != (self.version, in_records, not in_records):
             return None
-        if queued is None or queued.graph is not graph or queued.pieces is not self.pieces:
-            queued = None
-        if queued is None or queued.count != count:
+        if (
+            queued is None
+            or queued.graph is not graph
+            or queued.pieces is not self.pieces
+            or queued.count != count
+        ):
             self._queued = queued = self._made_queued(graph, table, count, stream)
         queued.after(gpu.released.cuda_event)
         return queued

@@ -198,7 +198,7 @@ def expand(
             if steps is None:
                 plain[name] = dataclasses.replace(one, length=window.length, offset=window.reach[0])
                 continue
-            parts = chosen_parts(windows)[name]
+            parts = chosen_parts({name: window})[name]
             plain |= {
                 part: dataclasses.replace(one, offset=step) for part, step in zip(parts, steps, strict=True)
             }

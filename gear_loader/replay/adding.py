@@ -198,7 +198,7 @@ class Adder(RowAdder):
         Args:
             values: as for `nestings`. single: whether values are those of one environment, without a dimension for it.
         """
-        self._check_names(values)
+        check_names(values, self.nestings)
         nestings = self.nestings
         leaves = [leaf for name in self._names for _, leaf in nestings[name].leaves(values[name])]
         leaves += [reward, *(leaf for _, leaf in nestings["obs"].leaves(next_obs))]
@@ -237,7 +237,7 @@ class Adder(RowAdder):
         Args:
             values: as for `add`, each [T, *shape], as the others.
         """
-        self._check_names(values)
+        check_names(values, self.nestings)
         nestings = self.nestings
         leaves = [leaf for name in self._names for _, leaf in nestings[name].leaves(values[name])]
         leaves += [reward, *(leaf for _, leaf in nestings["obs"].leaves(next_obs))]
@@ -267,17 +267,19 @@ class Adder(RowAdder):
                 raise
             done = upto
 
-    def _check_names(self, values: Mapping[str, Any]) -> None:
-        if values.keys() != self.nestings.keys():
-            raise SchemaError(
-                f"The columns {sorted(values)} were given; expected {sorted(self.nestings)}, as before: "
-                f"{sorted(values.keys() ^ self.nestings.keys())}."
-            )
-
 
 def _row(column: Column, num_envs: int) -> Array:
     """Zeros for a row of each environment."""
     return np.zeros((num_envs, *column.shape), column.numpy_dtype)
+
+
+def check_names(values: Mapping[str, Any], nestings: Mapping[str, Nesting]) -> None:
+    """Raise SchemaError for columns that are not those of the first call."""
+    if values.keys() != nestings.keys():
+        raise SchemaError(
+            f"The columns {sorted(values)} were given; expected {sorted(nestings)}, as before: "
+            f"{sorted(values.keys() ^ nestings.keys())}."
+        )
 
 
 def flags_of(name: str, value: Any, count: int) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.replay.adding import RowColumn, flags_of
+from gear_loader.replay.adding import RowColumn, check_names, flags_of
 from gear_loader.replay.nesting import Nesting, as_array
 from gear_loader.storage.casting import cast_to
 from gear_loader.storage.dtypes import NUMPY_DTYPES
@@ -140,11 +140,7 @@ class ValueAdder:
         single: bool,
     ) -> None:
         """See `ReplayBuffer.add`, and `Adder.add` for the arguments."""
-        if values.keys() != self.nestings.keys():
-            raise SchemaError(
-                f"The columns {sorted(values)} were given; expected {sorted(self.nestings)}, as before: "
-                f"{sorted(values.keys() ^ self.nestings.keys())}."
-            )
+        check_names(values, self.nestings)
         self.flush()
         for name, nesting in self.nestings.items():
             for column, leaf in nesting.leaves(values[name]):

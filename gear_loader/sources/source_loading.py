@@ -68,7 +68,7 @@ def load(
     download: bool = False,
     progress: bool = True,
 ) -> Table:
-    """Filling a table with all trajectories of a source, or with none if an error occurs.
+    """Fill a table with all trajectories of a source, or with none if an error occurs.
 
     Without a table, one of exactly the source's size is made: its lengths are counted first, so that no block
     is left over. With a table, the trajectories are added to it, with values brought to its columns' dtypes

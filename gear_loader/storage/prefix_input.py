@@ -86,8 +86,8 @@ class Beginning:
         if not self._engine.schema.steps.ragged:
             return np.zeros(len(slots), dtype=bool)
         parents = slots[leads]
-        followed = leaders_of(arrays, parents)[1] != arrays.generation[parents]
-        followed |= leaders_of(arrays, parents)[0] != parents
+        leaders, generations = leaders_of(arrays, parents)
+        followed = (leaders != parents) | (generations != arrays.generation[parents])
         leads[leads] = followed & (counts[leads] > prefixes_of(arrays, parents)[1])
         return leads
 
