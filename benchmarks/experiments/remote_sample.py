@@ -24,7 +24,6 @@ from benchmarks.workloads import STEPS, W1, Workload
 
 _CARRIER, _REVERB = "carrier", "Reverb, gRPC"
 _MODULES = {_CARRIER: "gear_served", "ours": "gear_served", _REVERB: "reverb"}
-_COSTS = {_REVERB: 16}
 GOALS = {_REVERB: 5.0}
 """Shares that ours should reach."""
 WORKLOADS = {"W1": W1.of(4_000), "transitions": dataclasses.replace(STEPS, steps=1, trajectories=20_000)}

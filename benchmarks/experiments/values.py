@@ -138,13 +138,9 @@ def command(session: Session, parts: Parts = None) -> None:
     """Jpegs, video and token sequences, beside LeRobot, Lance, WebDataset, Arrow and TransferQueue."""
     chosen = some_of(parts or ",".join(PARTS), PARTS, "--parts")
     session.configure(parts=chosen, size=SIZE, workers=WORKERS, readers=READERS, seed=SEED)
-    told: dict[str, Any] = {
-        "images": ((IMAGES, 0),),
-        "video": ((VIDEO, 0),),
-        "tokens": tuple((TOKENS, n) for n in COLUMNS),
-    }
-    told["tokens"] = told["tokens"][: 1 if session.quick else None]
-    settings = [setting for part in chosen for setting in told[part]]
+    parts_of = {part.name: part for part in (IMAGES, VIDEO, TOKENS)}
+    columns_of = {"tokens": COLUMNS[:1] if session.quick else COLUMNS}
+    settings = [(parts_of[name], columns) for name in chosen for columns in columns_of.get(name, (0,))]
     for part, columns in session.each("values", settings, lambda setting: str(setting[0].name)):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             _measured(session, part, columns, Path(folder))
@@ -180,9 +176,12 @@ def _measured(session: Session, part: Part, columns: int, folder: Path) -> None:
         session.show_amounts([session.record(amount) for amount in amounts])
         for _, process, _ in built:
             process.ask("close")  # tables are mapped by nobody else
-        reading = [each for each in built if each[0].shares and (each[0].name == "ours" or not session.quick)]
-        amounts = [_read(session, part, label, columns, *each, small, large) for each in reading]
-        session.show_amounts([session.record(amount) for amount in amounts if amount is not None])
+        read = [
+            _read(session, part, label, columns, store, told["payload"], small, large)
+            for store, _, told in built
+            if store.shares and (store.name == "ours" or not quick)
+        ]
+        session.show_amounts([session.record(amount) for amount in read if amount is not None])
 
 
 @contextlib.contextmanager
@@ -246,12 +245,11 @@ def _read(
     label: str,
     columns: int,
     store: Store,
-    _: Any,
-    told: Any,
+    payload: int,
     small: Path,
     large: Path,
 ) -> Amount | None:
-    """The memory of processes that read a store."""
+    """The memory of processes that read a store, over the bytes that it was given."""
     stores = [[str(folder), str(_place(folder, store))] for folder in (small, large)]
 
     def measured() -> float:
@@ -259,7 +257,7 @@ def _read(
             answer = process.ask(
                 "readers", count=READERS, small=stores[0], large=stores[1], batch=8, window=1
             )
-        return float(answer["bytes"]) / told["payload"]
+        return float(answer["bytes"]) / payload
 
     with session.console.status(f"{label}: readers of {store.name}"):
         value = session.attempt(f"readers of {store.name}, {label}", measured, required=store.required)

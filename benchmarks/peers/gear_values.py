@@ -18,7 +18,6 @@ from gear_loader.storage.shared_memory import region_path
 
 PACKAGES = MODULES = ("torch", "numpy")
 STEPS = 16  # images, or sequences, of a trajectory
-SEED = 3
 
 
 class _Named(values.Subject):
@@ -27,7 +26,7 @@ class _Named(values.Subject):
     def open(self, batch: int, window: int, workers: int) -> Iterator[Any]:
         """Batches that this process draws; it decodes in as many threads as torch uses."""
         self.store = self.store or gear.Table.attach(self.place.read_text(encoding="ascii"))
-        given = {"device": "cpu", "seed": SEED, "batches_per_epoch": math.inf, **self.options(window)}
+        given = {"device": "cpu", "seed": values.SEED, "batches_per_epoch": math.inf, **self.options(window)}
         return iter(gear.ReplayDataset(self.store, batch_size=batch, **given))
 
     def options(self, window: int) -> dict[str, Any]:
@@ -78,10 +77,6 @@ class Jpegs(_Named):
             if self.codec is None:
                 images = np.array(self.data.expected[first : first + STEPS])
             table.add({"image": images, "number": numbers})
-
-    def rows(self, batch: Any) -> Iterator[tuple[int, list[np.ndarray]]]:
-        for number, image in zip(batch["number"].tolist(), batch["image"].numpy(), strict=True):
-            yield number, list(image) if image.ndim == 4 else [image]
 
 
 class Pixels(Jpegs):

@@ -12,7 +12,6 @@ from benchmarks.peers import values
 
 PACKAGES = ("pylance", "pyarrow", "torch", "numpy")
 MODULES = ("torch", "pyarrow", "PIL.Image")
-SEED = 3
 
 
 def _decoded(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -44,10 +43,6 @@ class Images(values.Subject):
         given["sampler"] = RandomSampler(rows, replacement=True, num_samples=1 << 40)
         return iter(DataLoader(rows, batch_size=batch, num_workers=workers, collate_fn=_decoded, **given))
 
-    def rows(self, batch: Any) -> Iterator[tuple[int, list[np.ndarray]]]:
-        for number, image in zip(batch["number"].tolist(), batch["image"].numpy(), strict=True):
-            yield number, [image]
-
 
 class Arrow(values.Subject):
     """Sequences in a mapped IPC file; a batch is what `take` returns, as tensors of values and of offsets."""
@@ -69,7 +64,7 @@ class Arrow(values.Subject):
         import torch
 
         self.store = pyarrow.ipc.open_file(pyarrow.memory_map(str(self.place))).get_batch(0)
-        random = np.random.default_rng(SEED)
+        random = np.random.default_rng(values.SEED)
         while True:
             chosen = random.integers(self.data.count, size=batch)
             taken = self.store.take(pyarrow.array(chosen))

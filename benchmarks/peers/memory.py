@@ -8,8 +8,6 @@ of the process's own resident memory (anonymous, as nothing is stored in files) 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -65,10 +63,8 @@ class Subject(source.Subject):
 
 def resident() -> int:
     """Bytes of this process's own memory, after what is not in use has been given back: without files."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous:"))
+    source.give_back()
+    return source.memory_of("Anonymous")
 
 
 class Worker(source.Worker):

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from benchmarks.peers import values
 
 PACKAGES = MODULES = ("torch", "numpy")
-SEED = 3
 
 
 class Saved(values.Subject):
@@ -25,14 +24,10 @@ class Saved(values.Subject):
 
     def open(self, batch: int, window: int, workers: int) -> Iterator[Any]:
         self.store = torch.load(self.place, mmap=True, weights_only=True)
-        random = torch.Generator().manual_seed(SEED)
+        random = torch.Generator().manual_seed(values.SEED)
         while True:
             chosen = torch.randint(len(self.store), (batch,), generator=random)
             yield {"image": self.store[chosen], "number": chosen}
-
-    def rows(self, batch: Any) -> Iterator[tuple[int, list[np.ndarray]]]:
-        for number, image in zip(batch["number"].tolist(), batch["image"].numpy(), strict=True):
-            yield number, [image]
 
 
 class _Files(Dataset[dict[str, Any]]):
@@ -49,7 +44,7 @@ class _Files(Dataset[dict[str, Any]]):
         return {"image": torch.from_numpy(np.array(Image.open(io.BytesIO(blob)))), "number": number}
 
 
-class Files(Saved):
+class Files(values.Subject):
     """A file for each jpeg, by `DataLoader` and Pillow, as torchvision's `ImageFolder`."""
 
     def fill(self) -> None:
@@ -75,7 +70,7 @@ class Flat(values.Subject):
 
     def open(self, batch: int, window: int, workers: int) -> Iterator[Any]:
         self.store = torch.load(self.place / "flat", mmap=True, weights_only=True)
-        random, lengths, starts = np.random.default_rng(SEED), self.data.lengths, self.data.starts
+        random, lengths, starts = np.random.default_rng(values.SEED), self.data.lengths, self.data.starts
         while True:
             chosen = random.integers(len(lengths), size=batch)
             yield self.batch(starts[chosen].tolist(), lengths[chosen].tolist()), chosen
@@ -102,7 +97,7 @@ class Nested(Flat):
         flat, lengths = torch.load(self.place / "flat", weights_only=True), self.data.lengths
         self.store = [[part.clone() for part in column.split(lengths.tolist())] for column in flat]
         del flat
-        random = np.random.default_rng(SEED)
+        random = np.random.default_rng(values.SEED)
         while True:
             chosen = random.integers(len(lengths), size=batch).tolist()
             yield (

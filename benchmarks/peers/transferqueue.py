@@ -69,7 +69,7 @@ class Tokens(values.Subject):
         self.store.fill()
 
     def open(self, batch: int, window: int, workers: int) -> Iterator[Any]:
-        random = np.random.default_rng(3)
+        random = np.random.default_rng(values.SEED)
         while True:
             chosen = random.integers(self.data.count, size=batch).tolist()
             yield self.store.read(chosen), chosen

@@ -7,11 +7,9 @@ close it, then all of the large one; the growth of the sum of their PSS in betwe
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import json
-import os
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe, Process
@@ -22,6 +20,7 @@ import numpy as np
 
 from benchmarks.peers import source
 
+SEED = 3
 CHECKED = 3
 """Batches that are compared with what was stored."""
 
@@ -116,8 +115,9 @@ class Subject(source.Subject):
         raise NotImplementedError
 
     def rows(self, batch: Any) -> Iterator[tuple[int, list[np.ndarray]]]:
-        """Number and values of each row, as `Data.verify` takes them."""
-        raise NotImplementedError
+        """Number and values of each row, as `Data.verify` takes them; here of a mapping with "image" and "number"."""
+        for number, image in zip(batch["number"].tolist(), batch["image"].numpy(), strict=True):
+            yield number, list(image) if image.ndim == 4 else [image]
 
     def count(self, batch: Any) -> int:
         """Images, frames or tokens of a batch."""
@@ -233,22 +233,15 @@ def _reader(kind: Any, pipe: Any, small: list[str], large: list[str], batch: int
                     for each in values:  # which could be a view of a file
                         each.sum()
             del one, each, values
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
+            source.give_back()
             pipe.send("read")
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
             return
         pipe.recv()
-        pipe.send(proportional())
+        pipe.send(source.memory_of("Pss"))
         pipe.recv()
         if place != large[1]:
             del batches
             subject.close()
             gc.collect()
-
-
-def proportional() -> int:
-    """The PSS of this process, bytes."""
-    with open(f"/proc/{os.getpid()}/smaps_rollup", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))

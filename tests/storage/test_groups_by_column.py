@@ -74,10 +74,11 @@ def test_values_are_stored_once_and_freed_with_the_last() -> None:
         check(table, live)
 
 
-def test_groups_while_others_are_evicted() -> None:
+@pytest.mark.parametrize("turns", [50, pytest.param(200, marks=pytest.mark.long)])
+def test_groups_while_others_are_evicted(turns: int) -> None:
     rng = np.random.default_rng(0)
     with table_of(on_full="evict_oldest") as table:
-        for number in range(200):
+        for number in range(turns):
             some = [
                 answer(int(each), int(rng.integers(1, 30)))
                 for each in rng.integers(number // 8, number // 8 + 3, 3)

@@ -190,19 +190,20 @@ def test_frames_of_shared_videos() -> None:
             assert found.equal(table[slot]["frame"])
 
 
+def listed(values: Any) -> list[Any]:
+    return [each.tolist() if hasattr(each, "tolist") else each for each in values]
+
+
 def values_of(batch: Any, name: str, row: int) -> list[Any]:
     """The values of a row's steps."""
 
+    found = batch[name] if isinstance(batch[name], list) else batch[name].tolist()
+
     def part(begin: int, end: int) -> list[Any]:
-        found = batch[name]
-        found = found if isinstance(found, list) else found.tolist()
-        return [each.tolist() if hasattr(each, "tolist") else each for each in found[begin:end]]
+        return listed(found[begin:end])
 
     if "cu_seqlens" not in batch:
-        found = (
-            batch[name][row] if isinstance(batch[name], (list, torch.Tensor)) else batch[name].tolist()[row]
-        )
-        return [each.tolist() if hasattr(each, "tolist") else each for each in found]
+        return listed(found[row])
     ends = batch["cu_seqlens"].tolist()
     own = part(ends[row], ends[row + 1])
     parent = batch["parent"][row].item() if "parent" in batch else -1
