@@ -16,6 +16,7 @@ from gear_loader.collection.conversions import Casts, converted_dtype
 from gear_loader.collection.movers import HostMover
 from gear_loader.collection.n_step import OUTPUTS, NStep, Returns, ReturnWindows, mark_returns
 from gear_loader.collection.plans import Output, locate_columns, window_columns
+from gear_loader.collection.ragged_values import RaggedBatch, only_records
 from gear_loader.collection.references import Arena, BatchReferences
 from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import (
@@ -456,11 +457,14 @@ class PaddedHost(HostMover):
         memory = TensorMemory(torch.device("cpu"), shared, self.pinned, arena)
         made = self.kind(self.layout, memory, self)
         made.allocate_values(memory)
-        if self.only is not None and not self.pinned and not self.layout.ragged:
+        values = None
+        if self.only is not None and self.ragged and only_records(self.only, self.ragged):
+            values = RaggedBatch.of(self.only, self.ragged, made.batch)
+        if self.only is not None and not self.pinned and (values is not None or not self.layout.ragged):
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
             columns, spans, returns = made.columns_of(self.only), self.layout.spans, self.layout.has_returns
             names, row_bytes = made.values.names, self.layout.row_bytes
-            made.inline = InlineBatch(columns, names, weights, row_bytes, spans, returns)
+            made.inline = InlineBatch(columns, names, weights, row_bytes, spans, returns, values)
         return made
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:

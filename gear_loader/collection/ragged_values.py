@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from gear_loader.storage.payload import ArrayRead
 from gear_loader.storage.ragged import Values
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -75,3 +76,38 @@ def rows_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
 def only_records(table: Table, columns: Mapping[str, Values]) -> bool:
     """Whether `read_ragged` needs nothing of a batch but the records."""
     return table._engine.payload.in_memory and all(values.kind == "array" for values in columns.values())
+
+
+class RaggedBatch:
+    """Reads arrays of ragged columns by the records in one batch's memory, each time these have been gathered.
+
+    Args:
+        read: of the columns. names: of the windows that read them.
+
+    Attributes:
+        found: name -> values of the batch that was read last.
+    """
+
+    def __init__(self, read: ArrayRead, names: Sequence[str]) -> None:
+        self._read, self._names = read, tuple(names)
+        self.found: dict[str, Any] = {}
+
+    @classmethod
+    def of(
+        cls, table: Table, columns: Mapping[str, Values], batch: Mapping[str, torch.Tensor]
+    ) -> RaggedBatch | None:
+        """Of whole batches in the memory of `batch`, to which the caller refers; None if records do not follow one
+        another. Other arguments as for `read_ragged`, arrays alone."""
+        given = [(values, batch[name]) for name, values in columns.items()]
+        if not all(records.is_contiguous() for _, records in given):
+            return None
+        return cls(ArrayRead(table._engine.payload, given), list(columns))
+
+    def read(self) -> None:
+        """Read the values, under the read ticket of the batch; errors as of `read_ragged`."""
+        self.found = dict(zip(self._names, self._read.read(), strict=True))
+
+    def take(self) -> dict[str, Any]:
+        """What was read, to which nothing here refers any longer."""
+        found, self.found = self.found, {}
+        return found

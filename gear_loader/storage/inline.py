@@ -9,7 +9,7 @@ The loops get arrays as `Places`, their addresses: numba takes 65 ns to unpack o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numba import carray, njit
@@ -73,6 +73,16 @@ class Places:
         )
 
 
+class InlineValues(Protocol):
+    """What a batch has in place of records that the compiled call gathers."""
+
+    def read(self) -> None:
+        """Read it, and keep it."""
+
+    def take(self) -> dict[str, Any]:
+        """What was read, by the names of windows."""
+
+
 class InlineBatch:
     """Where a batch goes; see `gear_loader.collection.collector.Buffers`.
 
@@ -82,14 +92,15 @@ class InlineBatch:
         weights: float32 [B], importance weights; [0] for batches without them.
         row_bytes: bytes of a row over all windows.
         spans, returns: as for `gather_batch`.
+        values: reads what the batch has records of, under its read ticket.
 
     Attributes:
-        count: rows of the batch, B. row_bytes, spans, returns: as given.
+        count: rows of the batch, B. row_bytes, spans, returns, values: as given.
         under_lock: whether the batch is small enough to be gathered under the lock.
         places: of names, columns (as [C * WIDTH]) and weights.
     """
 
-    __slots__ = ("count", "places", "returns", "row_bytes", "spans", "under_lock")
+    __slots__ = ("count", "places", "returns", "row_bytes", "spans", "under_lock", "values")
 
     def __init__(
         self,
@@ -99,10 +110,11 @@ class InlineBatch:
         row_bytes: int,
         spans: bool | None,
         returns: bool | None,
+        values: InlineValues | None = None,
     ) -> None:
         self.count, self.row_bytes = names.shape[1], row_bytes
-        self.spans, self.returns = spans, returns
-        self.under_lock = self.count * row_bytes <= INLINE_BATCH_BYTES
+        self.spans, self.returns, self.values = spans, returns, values
+        self.under_lock = self.count * row_bytes <= INLINE_BATCH_BYTES and values is None
         self.places = Places(names, columns.reshape(-1), weights)
 
 

@@ -118,6 +118,9 @@ class TableReader:
 
         Returns:
             False, having done nothing, if the batch must be drawn and gathered in steps.
+
+        Raises:
+            CorruptTableError: the index or a record is corrupt.
         """
         tables = self._places.table, batch.places.table, places.table, batch.spans, batch.returns
         if batch.under_lock:
@@ -131,6 +134,8 @@ class TableReader:
                 if not self._recovery.lock.run(begin, readers, counter, since, samples):
                     return False
                 bad = loop(*tables, HELD, 0, *given)
+                if not bad and batch.values is not None:
+                    batch.values.read()
                 if not bad:
                     ticket.counted = 0  # they stay counted
             finally:
