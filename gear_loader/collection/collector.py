@@ -200,6 +200,11 @@ class Collector:
         return self.source.waits or not isinstance(self.mover, CudaMover)
 
     @property
+    def quick(self) -> bool:
+        """Whether `gather` takes less time than a thread takes to hand a batch over."""
+        return not self.source.waits and self.mover.quick
+
+    @property
     def regions(self) -> list[Region]:
         """The memory that a GPU may read for a batch."""
         return [table._engine.region for table in self.source.tables]

@@ -25,10 +25,11 @@ class RowMover:
         layout: `PaddedLayout` or `PackedLayout`.
         staging: memory of rows on their way into a batch.
         zero_copy: whether a GPU reads the tables itself. pinned: whether batches lie in pinned memory.
+        quick: whether a batch is filled in less time than a thread takes to hand it over.
         ragged: windows of which it copies ragged values, and what these are.
     """
 
-    zero_copy = pinned = False
+    zero_copy = pinned = quick = False
     layout: Any
     ragged: Mapping[str, Values] = {}
     staging: Staging

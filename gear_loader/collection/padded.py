@@ -35,7 +35,7 @@ from gear_loader.collection.windows import (
 from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import MASK, OUT, PLACE_OUT, PlacePlan
 from gear_loader.native import gathering, threads
-from gear_loader.storage.inline import InlineBatch
+from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.storage.selected_rows import Reach, SelectedRows
 from gear_loader.storage.table import Table
@@ -466,6 +466,23 @@ class PaddedHost(HostMover):
             names, row_bytes = made.values.names, self.layout.row_bytes
             made.inline = InlineBatch(columns, names, weights, row_bytes, spans, returns, values)
         return made
+
+    @property
+    def quick(self) -> bool:  # type: ignore[override]
+        layout, row_bytes = self.layout, self.layout.row_bytes
+        if self.only is None or self.pinned or self.only._engine.has_tier:
+            return False
+        if layout.ragged:  # of which the table has room for so many bytes a step
+            if not only_records(self.only, layout.ragged):
+                return False
+            region = self.only._engine.region.layout
+            counts = {True: region.max_trajectories, False: region.max_steps}
+            row_bytes += max(
+                region.payload // counts[layout.schema[source_of(name, each)].trajectory] * each.length
+                for name, each in layout.shown.items()
+                if name in layout.ragged
+            )
+        return layout.batch_size * row_bytes <= INLINE_BATCH_BYTES
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
         count = len(rows)

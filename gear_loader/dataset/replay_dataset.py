@@ -461,7 +461,9 @@ class ReplayDataset(IterableDataset[Batch]):
         filler = self.filler(prefetcher)
         at = first  # number of the batch on this rank
         if self._budget is None:
-            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers), filler.queue)
+            alone = prefetcher.collector.quick and self._selected().is_quick
+            draws = self._draws(epoch, first, workers)
+            batches = prefetcher.batches(filler.fill, draws, filler.queue, alone=alone)
         else:
             plans = self._plans(self._budget, epoch, first, workers, planned)
             batches = prefetcher.batches(filler.fill_planned, plans)

@@ -80,6 +80,12 @@ class SnapshotSelection(Selection):
         # For `fill`: a snapshot, and what is drawn from it.
         self._items: tuple[Snapshot, Places] | None = None
 
+    @property
+    def is_quick(self) -> bool:
+        context = self.context
+        waits = context.waits or not context.table._engine.reader().draws_inline
+        return self._draws_uniformly and context.subset is None and not waits
+
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         reader = self.context.table._engine.reader()
         found = self._inline(draw, batch.count) if reader.draws_inline else None
