@@ -63,7 +63,7 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
 @pytest.fixture(params=["thread", "stream"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How batches are prepared ahead: by a thread, or by the caller, as for a GPU (here with nothing asynchronous)."""
-    monkeypatch.setattr(PaddedHost, "quick", False)
+    monkeypatch.setattr(PaddedHost, "is_quick", lambda *_: False)
     if request.param == "stream":
         monkeypatch.setattr(Prefetcher, "_ahead_in_thread", Prefetcher._ahead_on_stream)
     return request.param

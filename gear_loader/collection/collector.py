@@ -199,10 +199,9 @@ class Collector:
         """Whether `gather` waits for other processes, or lets the CPU gather, so that a thread should call it."""
         return self.source.waits or not isinstance(self.mover, CudaMover)
 
-    @property
-    def quick(self) -> bool:
-        """Whether `gather` takes less time than a thread takes to hand a batch over."""
-        return not self.source.waits and self.mover.quick
+    def is_quick(self, count: int) -> bool:
+        """See `RowMover.is_quick`."""
+        return not self.source.waits and self.mover.is_quick(count)
 
     @property
     def regions(self) -> list[Region]:

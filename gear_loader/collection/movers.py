@@ -25,11 +25,10 @@ class RowMover:
         layout: `PaddedLayout` or `PackedLayout`.
         staging: memory of rows on their way into a batch.
         zero_copy: whether a GPU reads the tables itself. pinned: whether batches lie in pinned memory.
-        quick: whether a batch is filled in less time than a thread takes to hand it over.
         ragged: windows of which it copies ragged values, and what these are.
     """
 
-    zero_copy = pinned = quick = False
+    zero_copy = pinned = False
     layout: Any
     ragged: Mapping[str, Values] = {}
     staging: Staging
@@ -37,6 +36,10 @@ class RowMover:
     def buffers(self, *, shared: bool = False) -> Any:
         """New buffers for one batch; `shared`: in shared memory."""
         raise NotImplementedError
+
+    def is_quick(self, count: int) -> bool:
+        """Whether a batch of `count` rows is filled in less time than a thread takes to hand it over."""
+        return False
 
     def run(self, buffers: Any, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
         """Let `read` fill the buffers, by this mover; see `Collector.gather`."""

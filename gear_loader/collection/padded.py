@@ -467,8 +467,7 @@ class PaddedHost(HostMover):
             made.inline = InlineBatch(columns, names, weights, row_bytes, spans, returns, values)
         return made
 
-    @property
-    def quick(self) -> bool:  # type: ignore[override]
+    def is_quick(self, count: int) -> bool:
         layout, row_bytes = self.layout, self.layout.row_bytes
         if self.only is None or self.pinned or self.only._engine.has_tier:
             return False
@@ -482,7 +481,7 @@ class PaddedHost(HostMover):
                 for name, each in layout.shown.items()
                 if name in layout.ragged
             )
-        return layout.batch_size * row_bytes <= INLINE_BATCH_BYTES
+        return count * row_bytes <= INLINE_BATCH_BYTES
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
         count = len(rows)

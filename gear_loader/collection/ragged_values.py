@@ -103,9 +103,13 @@ class RaggedBatch:
             return None
         return cls(ArrayRead(table._engine.payload, given), list(columns))
 
-    def read(self) -> None:
-        """Read the values, under the read ticket of the batch; errors as of `read_ragged`."""
-        self.found = dict(zip(self._names, self._read.read(), strict=True))
+    def read(self, counts: Sequence[int] | None = None) -> None:
+        """Read the values, under the read ticket of the batch; errors as of `read_ragged`.
+
+        Args:
+            counts: records of each column; by default all.
+        """
+        self.found = dict(zip(self._names, self._read.read(counts), strict=True))
 
     def take(self) -> dict[str, Any]:
         """What was read, to which nothing here refers any longer."""

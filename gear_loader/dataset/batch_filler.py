@@ -39,8 +39,7 @@ class Filler:
         if frozen is None and buffers.inline is not None and self._selection().fill(draw, buffers.inline):
             if buffers.inline.values is not None:
                 buffers.ragged = buffers.inline.values.take()
-            if buffers.computed:
-                buffers.compute(draw.count)
+            buffers.compute(draw.count)
             return draw.count
         while True:
             try:

@@ -461,7 +461,7 @@ class ReplayDataset(IterableDataset[Batch]):
         filler = self.filler(prefetcher)
         at = first  # number of the batch on this rank
         if self._budget is None:
-            alone = prefetcher.collector.quick and self._selected().is_quick
+            alone = prefetcher.collector.is_quick(self.batch_size) and self._selected().is_quick
             draws = self._draws(epoch, first, workers)
             batches = prefetcher.batches(filler.fill, draws, filler.queue, alone=alone)
         else:

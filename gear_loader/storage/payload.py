@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.native.ragged_copies import (
+    COLUMN_COUNT,
     COLUMN_OUT,
     PIECE_WIDTH,
     count_rows,
@@ -285,24 +287,32 @@ class ArrayRead:
             [(each.data_ptr(), each.numel() // 2, values.row_bytes, 0) for values, each in columns],
             dtype=np.int64,
         )
-        self._kinds = [(values.dtype, values.shape, tuple(each.shape[:-1])) for values, each in columns]
-        self._counts = [each.numel() // 2 + 1 for _, each in columns]
-        self._ends = list(itertools.accumulate(self._counts))
+        self._kinds = [(values.dtype, values.shape) for values, _ in columns]
+        self._shapes = [tuple(each.shape[:-1]) for _, each in columns]
 
-    def read(self) -> list[Ragged]:
+    def read(self, counts: Sequence[int] | None = None) -> list[Ragged]:
         """The values, under the read ticket of their rows.
+
+        Args:
+            counts: number of records of each column, the first ones of it; by default all.
 
         Raises:
             CorruptTableError: a record names no memory of the table.
         """
         reader, places, pinned = self._reader, self._places, self._pinned
-        offsets = torch.empty(self._ends[-1], dtype=torch.int64, device="cpu", pin_memory=pinned)
+        shapes = self._shapes
+        if counts is not None:
+            shapes = [(count,) for count in counts]
+            places[:, COLUMN_COUNT] = counts
+        sizes = [math.prod(shape) + 1 for shape in shapes]
+        offsets = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=pinned)
         bounds = offsets.numpy()
         reader.check(measure_columns(places, FIRST, reader.end, bounds))
-        parts = offsets.split(self._counts) if len(self._counts) > 1 else (offsets,)
-        found = []
-        for number, (dtype, shape, arranged) in enumerate(self._kinds):
-            rows = int(bounds[self._ends[number] - 1])
+        parts = offsets.split(sizes) if len(sizes) > 1 else (offsets,)
+        found, at = list[Ragged](), -1
+        for number, ((dtype, shape), arranged) in enumerate(zip(self._kinds, shapes, strict=True)):
+            at += sizes[number]
+            rows = int(bounds[at])
             memory = torch.empty((rows, *shape), dtype=dtype, device="cpu", pin_memory=pinned)
             places[number, COLUMN_OUT] = memory.data_ptr()
             found.append(Ragged._of(memory, parts[number], arranged))

@@ -134,9 +134,8 @@ class TableReader:
                 if not self._recovery.lock.run(begin, readers, counter, since, samples):
                     return False
                 bad = loop(*tables, HELD, 0, *given)
-                if not bad and batch.values is not None:
-                    batch.values.read()
                 if not bad:
+                    batch.read_values()
                     ticket.counted = 0  # they stay counted
             finally:
                 ticket.end()
