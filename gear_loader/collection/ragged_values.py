@@ -16,13 +16,19 @@ from gear_loader.utils.arrays import Array
 
 
 def read_ragged(
-    table: Table, columns: Mapping[str, Values], batch: Mapping[str, torch.Tensor], *, pinned: bool = False
+    table: Table,
+    columns: Mapping[str, Values],
+    batch: Mapping[str, torch.Tensor],
+    *,
+    pinned: bool = False,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Copy the values of a batch on the CPU, under the read ticket of its rows.
 
     Args:
         columns: windows that read ragged columns, and what the values are.
         batch: has their records, int64 ``[..., 2]``, and more unless `only_records`. pinned: copy into pinned memory.
+        device: as for `PayloadReader.read`.
 
     Returns:
         Name -> `Ragged` of the records' shape without the last dimension, or lists of text.
@@ -46,7 +52,7 @@ def read_ragged(
         shapes = [tuple(batch[name].shape[:-1]) for name in names]
         slots = batch["index"].numpy()[np.concatenate([rows_of(batch, shape) for shape in shapes])]
         records, shape = np.concatenate(numbers), shapes[0] if len(names) == 1 else (len(slots),)
-        read = reader.read(columns[names[0]], records, shape, slots=slots, pinned=pinned)
+        read = reader.read(columns[names[0]], records, shape, slots=slots, pinned=pinned, device=device)
         if len(names) == 1:
             found[names[0]] = read
             continue

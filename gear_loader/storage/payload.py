@@ -143,14 +143,21 @@ class PayloadReader:
         self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
     def read(
-        self, values: Values, records: Array, shape: tuple[int, ...], *, slots: Array, pinned: bool = False
+        self,
+        values: Values,
+        records: Array,
+        shape: tuple[int, ...],
+        *,
+        slots: Array,
+        pinned: bool = False,
+        device: torch.device | None = None,
     ) -> Any:
         """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or what
         `decoding.decoded` makes of encoded ones.
 
         Args:
             values: of the table's schema. slots: int64 [n], of their trajectories.
-            pinned: into pinned memory, except text.
+            pinned: into pinned memory, except text. device: as for `decoding.decoded`.
 
         Raises:
             CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
@@ -158,7 +165,8 @@ class PayloadReader:
         """
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
         if values.coded is not None:
-            return self._coded.read(self._names[id(values)], records, shape, slots, pinned=pinned)
+            name = self._names[id(values)]
+            return self._coded.read(name, records, shape, slots, pinned=pinned, device=device)
         pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places = offsets.numpy()
