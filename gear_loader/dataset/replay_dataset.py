@@ -349,6 +349,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "prefetch": self.prefetch,
             "keep": self.keep,
             "scope": self._origin.ranks.scope,
+            "prefer_local": self._origin.ranks.prefer_local,
             "subset": None if subset is None else getattr(subset, "__qualname__", type(subset).__qualname__),
             "windows": {name: repr(window) for name, window in self.windows.items()},
         }
