@@ -205,14 +205,7 @@ def load(
     share = 1.0
     if renewal is not None and table is None:
         assert most is not None
-        told = payload is None
-        taken = _bytes_of(reader, lengths, progress) if told else lengths * Schema(reader.schema).step_bytes
-        whole = float(taken.sum()) * (last - first) / len(lengths)
-        share = (most - (0 if told else byte_count("payload", payload))) / whole
-        if share <= 0:
-            raise SourceError(
-                f"max_bytes={most:,} and payload={payload!r} were given; expected more bytes than payload."
-            )
+        share = _share_of(most, payload, reader, lengths, progress) * len(lengths) / (last - first)
     if renewal is not None and (
         share >= 1.0 if table is None else _holds_all(table, reader, lengths, resume)
     ):
@@ -224,7 +217,7 @@ def load(
         lengths = _within(most, reader, lengths, progress)
     made = table is None
     if table is None:
-        share = min(1.0, share) * (last - first) / len(lengths) if renewal is not None else 1.0
+        share = share * (last - first) / len(lengths) if renewal is not None else 1.0
         table = _table_for(reader, lengths, final, block_steps, payload, name, progress, share=share)
     else:
         check_fit(reader, lengths, table)
@@ -430,6 +423,22 @@ def _bytes_of(
     fixed = lengths * schema.step_bytes + schema.trajectory_bytes
     values = _payloads(reader, schema, lengths, progress, told=told, fixed=fixed, most=most)
     return np.asarray(fixed + values)
+
+
+def _share_of(
+    most: int, payload: int | str | None, reader: EpisodeReader, lengths: np.ndarray, progress: bool
+) -> float:
+    """The share of a reader's first episodes that so many bytes hold, `payload` among them."""
+    if payload is None:
+        taken = _bytes_of(reader, lengths, progress)
+    else:
+        taken, most = lengths * Schema(reader.schema).step_bytes, most - byte_count("payload", payload)
+    if most < 2 * taken.max() and most < taken.sum():
+        raise SourceError(
+            f"max_bytes= leaves {most:,} bytes for the steps, and the longest episode of {reader.source} takes "
+            f"{int(taken.max()):,}; expected room for two at least."
+        )
+    return most / float(taken.sum())
 
 
 def _once_names(names: Any, table: Table | None) -> frozenset[str]:

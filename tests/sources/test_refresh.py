@@ -242,6 +242,10 @@ def test_a_table_of_so_many_bytes_is_made_and_one_that_holds_all_is_filled() -> 
         ({"refresh": True, "max_bytes": 999, "statistics": True}, "statistics=True was given with refresh="),
         ({"refresh": True, "table": 9, "max_bytes": 999}, "max_bytes= was given with refresh= and a table"),
         ({"refresh": True, "table": "error"}, "refresh= was given with a table of on_full='error'"),
+        (
+            {"refresh": True, "max_bytes": 30},
+            "max_bytes= leaves 30 bytes for the steps, and the longest episode of Mine",
+        ),
         ({"shard": (2, 2)}, r"shard is \(2, 2\); expected \(number, count\)"),
         ({"shard": (0, 30)}, r"shard=\(0, 30\) was given, and Mine has 20 episodes; expected more"),
     ],
