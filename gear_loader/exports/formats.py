@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gear_loader.errors import SchemaError
+from gear_loader.exports.lerobot_writer import write_lerobot
 from gear_loader.exports.npz_writer import write_npz
 from gear_loader.exports.parquet import write_hugging_face, write_parquet
 from gear_loader.sources.episodes import Columns
@@ -33,6 +34,7 @@ _WRITERS: dict[str, Callable[..., Any]] = {
     "parquet": write_parquet,
     "hf": write_hugging_face,
     "npz": write_npz,
+    "lerobot": write_lerobot,
     "minari": _write_minari,
 }
 
