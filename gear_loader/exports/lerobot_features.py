@@ -22,7 +22,7 @@ _MOST_DIMENSIONS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Feature:
+class WrittenFeature:
     """A column of the data set.
 
     Attributes:
@@ -85,18 +85,18 @@ def _numbers(values: Any) -> Array:
 
 
 COUNTED = {
-    "timestamp": Feature("float32"),
-    "frame_index": Feature("int64"),
-    "episode_index": Feature("int64"),
-    "index": Feature("int64"),
-    "task_index": Feature("int64"),
+    "timestamp": WrittenFeature("float32"),
+    "frame_index": WrittenFeature("int64"),
+    "episode_index": WrittenFeature("int64"),
+    "index": WrittenFeature("int64"),
+    "task_index": WrittenFeature("int64"),
 }
 """The features that LeRobot adds to those of a user."""
 
 
 def features_of(
     columns: Mapping[str, Column], kept: Collection[str], videos: Any, task: str | None
-) -> dict[str, Feature]:
+) -> dict[str, WrittenFeature]:
     """The features of a table's columns, by their names there, but for `TASK`, and then `COUNTED`.
 
     Args:
@@ -118,7 +118,7 @@ def features_of(
             f"The columns {wrong} have names that LeRobot does not take, or adds itself; give others: columns={{name "
             "there: name in the table}."
         )
-    found: dict[str, Feature] = {}
+    found: dict[str, WrittenFeature] = {}
     for name, column in columns.items():
         if name != TASK:
             found[name] = _feature(name, column, name in kept, name in videos)
@@ -130,10 +130,10 @@ def features_of(
     return {**found, **COUNTED}
 
 
-def _feature(name: str, column: Column, kept: bool, video: bool) -> Feature:
+def _feature(name: str, column: Column, kept: bool, video: bool) -> WrittenFeature:
     ragged = column.ragged
     if ragged is not None and ragged.kind == "str" and not video:
-        return Feature("string", once=column.trajectory)
+        return WrittenFeature("string", once=column.trajectory)
     coded = None if ragged is None else ragged.coded
     shape: tuple[int | None, ...] = column.shape if ragged is None else () if coded is None else coded.shape
     dtype = column.dtype_name if coded is None else coded.dtype_name
@@ -147,16 +147,16 @@ def _feature(name: str, column: Column, kept: bool, video: bool) -> Feature:
     if video and not camera:
         raise SchemaError(f"videos= names {name!r}, which is {column}; expected images, uint8 [h, w, 3].")
     if camera and coded is not None and coded.codec.name == "video":
-        return Feature("video", sizes, coded=coded, kept=kept)
+        return WrittenFeature("video", sizes, coded=coded, kept=kept)
     if camera and video:
-        return Feature("video", sizes, column.trajectory, Coded(Codec("video"), dtype, sizes), False)
+        return WrittenFeature("video", sizes, column.trajectory, Coded(Codec("video"), dtype, sizes), False)
     if camera:
         encoded = kept and coded is not None and coded.codec.name in CHANNELS
         made = coded if encoded else Coded(Codec("png"), dtype, sizes)
-        return Feature("image", sizes, column.trajectory, made, encoded)
+        return WrittenFeature("image", sizes, column.trajectory, made, encoded)
     if 0 in sizes or len(sizes) > _MOST_DIMENSIONS:
         raise SchemaError(
             f"Column {name!r} is {column}, which LeRobot does not have; expected numbers or flags of at most "
             f"{_MOST_DIMENSIONS} dimensions. Name others by columns=."
         )
-    return Feature("float32" if dtype == "bfloat16" else dtype, sizes or (1,), column.trajectory)
+    return WrittenFeature("float32" if dtype == "bfloat16" else dtype, sizes or (1,), column.trajectory)

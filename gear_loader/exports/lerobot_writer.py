@@ -29,7 +29,7 @@ from gear_loader.exports.exported import (
     new_place,
     trajectories,
 )
-from gear_loader.exports.lerobot_features import Feature, features_of
+from gear_loader.exports.lerobot_features import WrittenFeature, features_of
 from gear_loader.exports.lerobot_videos import VideoFiles
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import Columns
@@ -118,7 +118,12 @@ class _DataSet(contextlib.ExitStack):
     """A data set that is being written; its files are closed when it is left."""
 
     def __init__(
-        self, root: str, features: Mapping[str, Feature], fps: int, sizes: tuple[int, int], compression: str
+        self,
+        root: str,
+        features: Mapping[str, WrittenFeature],
+        fps: int,
+        sizes: tuple[int, int],
+        compression: str,
     ) -> None:
         super().__init__()
         self._root, self._features, self._fps, self._sizes = root, features, fps, sizes
@@ -263,7 +268,7 @@ class _Rows:
             writer.close()
 
 
-def _stepped(feature: Feature, values: Any, length: int, where: str) -> Any:
+def _stepped(feature: WrittenFeature, values: Any, length: int, where: str) -> Any:
     """Values of a column for each step, those of cameras encoded."""
     if feature.once:
         values = (
