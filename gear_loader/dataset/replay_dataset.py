@@ -864,6 +864,9 @@ class ReplayDataset(IterableDataset[Batch]):
                 "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
             )
         refuse_capture(self.device, "an update")
+        ours = stale == "ignore" and not self._is_global
+        if ours and selection.queue_update(index, priority, generation, anchor):
+            return
         with beside_captures(self.device):  # tensors may be copied to the host
             selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
 

@@ -310,6 +310,15 @@ class Selection:
         """
         return False
 
+    def queue_update(self, index: Any, priority: Any, generation: Any, anchor: Any) -> bool:
+        """Queue an update of priorities like one before on a GPU, by compiled calls; stale rows are ignored. Other
+        threads may capture CUDA graphs meanwhile.
+
+        Returns:
+            False, having done nothing, if it needs `update_priority`.
+        """
+        return False
+
     def forget_before(self, epoch: int, step: int) -> None:
         """Forget the rows of batches before this one, which no state resumes before."""
 
