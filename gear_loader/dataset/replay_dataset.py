@@ -1193,6 +1193,16 @@ class ReplayDataset(IterableDataset[Batch]):
             self._buffers.close(active)
         self._origin.close()
 
+    def mass(self) -> tuple[float, float]:
+        """What draws of this dataset weigh beside those from other tables; waits for no trajectories.
+
+        Returns:
+            The number of items that can be drawn now, or the sum of their powers of priorities; and the smallest of
+            these powers where weights need it (``normalize="table"``), else infinity.
+        """
+        self.settle()
+        return self._selected().mass()
+
     def settle(self) -> None:
         """Wait until the running iteration has finished all requests, such as prefetches and priority updates."""
         self._buffers.settle()
