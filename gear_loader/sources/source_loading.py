@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.sources.derived import Filtered, Renamed
+from gear_loader.sources.derived import Filtered, Following, Renamed
 from gear_loader.sources.episodes import (
     Columns,
     EpisodeReader,
@@ -76,7 +76,8 @@ def load(
 
     A table whose columns have ``Column(final=True)`` gets the values after the last step too, if the source has them
     for all of these columns: `Episode.final`, which the readers and `collect` give for observations, or in episodes of
-    your own the last row of ``next_<column>`` or ``next.<column>``.
+    your own the last row of ``next_<column>`` or ``next.<column>``. So does `final`, of other readers too, without
+    columns of any length; these columns are then left out.
 
     What an episode has once, as its goal, its task or its return, is a number or an array ``[*shape]`` in it, for
     columns with ``Column(per="trajectory")`` in the table, or those named in `per_trajectory`.
@@ -338,9 +339,10 @@ def _open(
             "files have a value for each step."
         )
     if isinstance(source, EpisodeReader):
+        reader = Following(source) if finals is None and not source.finals else source
         if options["columns"] is None:
-            return source
-        return Renamed(source, select(requested(options["columns"], ()), list(source.schema), source.source))
+            return reader
+        return Renamed(reader, select(requested(options["columns"], ()), list(reader.schema), reader.source))
     if isinstance(source, (str, os.PathLike)):
         path = local_path(source, SourceError)
         if _is_hdf5(path):
