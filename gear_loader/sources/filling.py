@@ -125,12 +125,10 @@ class Filling:
                     f"{self.reader.source}: an episode has {long:,} bytes of values of any length; the table has "
                     f"{most:,} for those of all. Give it more: payload=, or Memory(payload=)."
                 )
-            size = 0 if self.piece is None else sum(map(_size, episode.values()))
-            steps = self._steps(episode)
+            sizes = {} if self.piece is None else {name: _size(values) for name, values in episode.items()}
+            size, steps = sum(sizes.values()), self._steps(episode)
             blocks = -(-(steps + 1) // block_steps)
-            own = np.array(
-                [1, steps, blocks, sum(_size(episode[name]) for name in ragged if name in episode)]
-            )
+            own = np.array([1, steps, blocks, sum(sizes.get(name, 0) for name in ragged)])
             if (
                 piece
                 and self.piece is not None

@@ -89,10 +89,10 @@ def load(
     is read to its end first and added in one piece.
 
     Args:
-        source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
-            id or its directory (see `read_minari`); a reader that one of these two returned, with options of
-            its own; or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them, or a
-            TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
+        source: a reader, as ``gear_loader.sources.read_...`` return them, with options of its own; the path of a
+            D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its id or its directory (see
+            `read_minari`); or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them,
+            or a TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
             arrays of uneven lengths become columns of any length. Rows that are time steps (of a DataFrame, of most
             data sets of Hugging Face) are refused as far as they can be told: `read_rows` cuts them.
         table: the table to add to; None makes one.
