@@ -206,6 +206,7 @@ class DatasetRows(Rows):
         size = 16 if images else 1024
         for table in _watched(self.source, arrow.iter(batch_size=size)):
             with readable(self.source):
+                table.validate(full=True)  # its files are mapped, and may be damaged
                 table = embed(table) if images else table
                 for batch in table.combine_chunks().to_batches():
                     yield from _cut(batch)
