@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gear_loader.errors import SourceError
+from gear_loader.errors import SchemaError, SourceError
 from gear_loader.sources.derived import Filtered, Following, Renamed
 from gear_loader.sources.episodes import (
     Columns,
@@ -223,9 +223,11 @@ def _table_for(
     """A table of exactly the size of a reader's first episodes, of these lengths."""
     steps, count = int(lengths.sum()), len(lengths)
     finals = reader.finals if final else frozenset()
-    schema = Schema(
-        {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
-    )
+    columns = {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
+    try:
+        schema = Schema(columns)
+    except SchemaError as error:  # such as a name with control characters
+        raise SourceError(f"{reader.source}: {error}") from error
     if schema.ragged and payload is None:
         payload = _payload_of(reader, schema, lengths, progress)
     packed = resolved_packing(schema, "auto")
