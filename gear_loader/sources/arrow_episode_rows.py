@@ -71,6 +71,8 @@ class EpisodeRows(EpisodeReader):
         lengths = self._scan()
         schema, payload = planned(rows.source, {**self._steps, **self._once}, set(self._once), keep_float64)
         super().__init__(rows.source, lengths, {name: schema[name] for name in chosen}, payload=payload)
+        self._begins = np.cumsum([0, *rows.counts])[:-1]  # of the parts
+        self.starts = np.unique(self._begins[self._begins < len(lengths)])
 
     def _parts(
         self, batch: Any, leaves: Mapping[str, ArrowField], row: int
@@ -140,9 +142,16 @@ class EpisodeRows(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
         leaves = {**self._steps, **self._once}
-        row = 0
-        for batch in self._rows.batches(self._top(leaves)):
+        part = int(np.searchsorted(self._begins, first, side="right")) - 1
+        row = int(self._begins[part])
+        for batch in self._rows.batches(self._top(leaves), part):
+            if row >= last:
+                return
             with readable(self.source):
                 lengths, arrays = self._parts(batch, leaves, row)
                 if not np.array_equal(lengths, self.lengths[row : row + len(batch)]):
@@ -161,6 +170,8 @@ class EpisodeRows(EpisodeReader):
                 }
             ends = np.cumsum(lengths).tolist()
             for number, end in enumerate(ends):
+                if not first <= row + number < last:
+                    continue
                 begin = ends[number - 1] if number else 0
                 yield Episode(
                     {n: values[n][begin:end] if n in self._steps else values[n][number] for n in self.schema}

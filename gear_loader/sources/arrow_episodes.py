@@ -73,6 +73,17 @@ class StepRows(EpisodeReader):
         self._codes, lengths = self._scan(key)
         schema, payload = planned(rows.source, self._leaves, self._once, keep_float64)
         super().__init__(rows.source, lengths, schema, payload=payload)
+        self.starts, self._parts, self._skipped = self._find_starts()
+
+    def _find_starts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`starts`, and of each the part of the rows where it begins, and the rows before that part."""
+        first = np.full(len(self._last), len(self._codes))
+        np.minimum.at(first, self._codes, np.arange(len(self._codes)))
+        first = np.minimum.accumulate(first[::-1])[::-1]  # of this episode and all that follow
+        begins = np.cumsum([0, *self._rows.counts[:-1]])
+        numbers = np.searchsorted(first, begins)
+        parts = np.flatnonzero((numbers < len(first)) & (np.diff(numbers, append=len(first)) > 0))
+        return numbers[parts], parts, begins[parts]
 
     def _scan(self, key: ArrowField) -> tuple[np.ndarray, np.ndarray]:
         """The episode of each row, numbered as they are complete, and the lengths of episodes."""
@@ -127,8 +138,13 @@ class StepRows(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
-        for first, last in self._passes():
-            yield from self._read(first, last)
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        for begin, end in self._passes():
+            if max(begin, first) < min(end, last):
+                yield from self._read(max(begin, first), min(end, last))
 
     def _passes(self) -> list[tuple[int, int]]:
         """The episodes of each pass over the rows: all, if the rows to be kept meanwhile are few enough."""
@@ -150,9 +166,11 @@ class StepRows(EpisodeReader):
         """The episodes `first` to `last` - 1, by one pass over the rows."""
         kept: dict[int, list[dict[str, Any]]] = {}
         left = self.lengths[first:last].copy()
-        row = 0
+        start = int(np.searchsorted(self.starts, first, side="right")) - 1
+        row = int(self._skipped[start])
         sort = [] if self._sort is None else [self._sort]
-        for batch in self._rows.batches(top(self._rows, self._key, *self._leaves.values(), *sort)):
+        columns = top(self._rows, self._key, *self._leaves.values(), *sort)
+        for batch in self._rows.batches(columns, int(self._parts[start])):
             with readable(self.source):
                 codes = self._coded(batch, lambda value: self._numbers.get(value, -1))
             if not np.array_equal(codes, self._codes[row : row + len(batch)]):
@@ -177,6 +195,8 @@ class StepRows(EpisodeReader):
                 for code in fresh:  # not the whole batch
                     kept[code][-1] = {name: _owned(value) for name, value in kept[code][-1].items()}
             row += len(codes)
+            if last < len(self) and not left.any():
+                return
         if kept or left.any():
             raise self._changed()
 

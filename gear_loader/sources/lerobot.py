@@ -214,6 +214,8 @@ class LeRobotEpisodes(EpisodeReader):
             schema,
             payload=None if self._videos else payload,
         )
+        starts = (np.cumsum(self._taken) - self._taken)[self._rows.starts]
+        self.starts = np.unique(starts[starts < len(self)])
 
     def stats(self) -> dict[str, dict[str, np.ndarray]]:
         """LeRobot's statistics: feature -> ``"mean"``, ``"std"``, ``"min"``, ``"max"``, ``"count"``, and quantiles if
@@ -243,7 +245,13 @@ class LeRobotEpisodes(EpisodeReader):
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
         self.reencoded = 0
-        for position, inner in enumerate(self._rows):
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        taken = np.flatnonzero(self._taken)[first:last]
+        begin, end = (int(taken[0]), int(taken[-1]) + 1) if len(taken) else (0, 0)
+        for position, inner in enumerate(self._rows.between(begin, end), begin):
             number = self._numbers[position]
             if not self._taken[position]:
                 continue

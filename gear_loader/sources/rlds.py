@@ -150,13 +150,16 @@ class RLDSEpisodes(EpisodeReader):
             )
             schema[name] = once_of(column) if name in self._once or not leaf.step else column
         super().__init__(source, lengths, schema, payload=payload)
+        self.starts = np.unique([begin for begin in self._begins if begin < len(self)])
 
     def _scan(self, counts: Sequence[int | None], source: str) -> tuple[np.ndarray, int, dict[str, str]]:
         """Lengths of the episodes, most bytes of values of any length, and the formats of images."""
         lengths: list[int] = []
         payload, formats = 0, dict[str, str]()
+        self._begins: list[int] = []  # of the files
         for path, count in zip(self._paths, counts, strict=True):
             before = len(lengths)
+            self._begins.append(before)
             with Records(path).opened(check=False) as records:
                 for record in records:
                     with _readable(f"{source}, episode {len(lengths)}"):
@@ -180,16 +183,25 @@ class RLDSEpisodes(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
-        number = 0
-        for path in self._paths:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        for path, start, end in zip(self._paths, self._begins, [*self._begins[1:], len(self)], strict=True):
+            if end <= first or last <= start:
+                continue
+            number = start
             with Records(path).opened(check=True) as records:
                 for record in records:
-                    if number >= len(self):
+                    if number >= end:
                         raise SourceError(f"{self.source} has more episodes than before; expected the same.")
-                    yield self._episode(number, record)
+                    if number >= first:
+                        yield self._episode(number, record)
                     number += 1
-        if number < len(self):
-            raise SourceError(f"{self.source} has fewer episodes than before; expected the same.")
+                    if number == last < end:
+                        return
+            if number < end:
+                raise SourceError(f"{self.source} has fewer episodes than before; expected the same.")
 
     def _episode(self, number: int, record: memoryview) -> Episode:
         values: dict[str, Any] = {}
