@@ -119,14 +119,13 @@ class Filling:
         limits, used = np.array(self._most()), np.zeros(4)
         block_steps = self.table._engine.region.layout.block_steps
         for episode in episodes:
+            sizes: dict[str, int] = {}
             if self.piece is not None:
                 refuse_long(self.table, self.reader.source, episode)
-            size = 0 if self.piece is None else sum(map(size_of, episode.values()))
-            steps = self._steps(episode)
+                sizes = {name: size_of(values) for name, values in episode.items()}
+            size, steps = sum(sizes.values()), self._steps(episode)
             blocks = -(-(steps + 1) // block_steps)
-            own = np.array(
-                [1, steps, blocks, sum(size_of(episode[name]) for name in ragged if name in episode)]
-            )
+            own = np.array([1, steps, blocks, sum(sizes.get(name, 0) for name in ragged)])
             if (
                 piece
                 and self.piece is not None

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gear_loader.errors import SourceError
-from gear_loader.sources.derived import Filtered, Part, Renamed
+from gear_loader.errors import SchemaError, SourceError
+from gear_loader.sources.derived import Filtered, Following, Part, Renamed
 from gear_loader.sources.episodes import (
     Columns,
     EpisodeReader,
@@ -80,7 +80,8 @@ def load(
 
     A table whose columns have ``Column(final=True)`` gets the values after the last step too, if the source has them
     for all of these columns: `Episode.final`, which the readers and `collect` give for observations, or in episodes of
-    your own the last row of ``next_<column>`` or ``next.<column>``.
+    your own the last row of ``next_<column>`` or ``next.<column>``. So does `final`, of other readers too, without
+    columns of any length; these columns are then left out.
 
     What an episode has once, as its goal, its task or its return, is a number or an array ``[*shape]`` in it, for
     columns with ``Column(per="trajectory")`` in the table, or those named in `per_trajectory`.
@@ -92,10 +93,10 @@ def load(
     is read to its end first and added in one piece.
 
     Args:
-        source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
-            id or its directory (see `read_minari`); a reader that one of these two returned, with options of
-            its own; or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them, or a
-            TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
+        source: a reader, as ``gear_loader.sources.read_...`` return them, with options of its own; the path of a
+            D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its id or its directory (see
+            `read_minari`); or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them,
+            or a TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
             arrays of uneven lengths become columns of any length. Rows that are time steps (of a DataFrame, of most
             data sets of Hugging Face) are refused as far as they can be told: `read_rows` cuts them.
         table: the table to add to; None makes one.
@@ -338,9 +339,11 @@ def _table_for(
     count = len(lengths)
     steps = max(int(lengths.sum() * share), int(lengths.max()))
     finals = reader.finals if final else frozenset()
-    schema = Schema(
-        {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
-    )
+    columns = {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
+    try:
+        schema = Schema(columns)
+    except SchemaError as error:  # such as a name with control characters
+        raise SourceError(f"{reader.source}: {error}") from error
     if schema.ragged and payload is None:
         payload = int(
             _payload_of(reader, schema, lengths, progress) * max(share, 2 * lengths.max() / lengths.sum())
@@ -498,9 +501,10 @@ def _open(
             "files have a value for each step."
         )
     if isinstance(source, EpisodeReader):
+        reader = Following(source) if finals is None and not source.finals else source
         if options["columns"] is None:
-            return source
-        return Renamed(source, select(requested(options["columns"], ()), list(source.schema), source.source))
+            return reader
+        return Renamed(reader, select(requested(options["columns"], ()), list(reader.schema), reader.source))
     if isinstance(source, (str, os.PathLike)):
         path = local_path(source, SourceError)
         if _is_hdf5(path):
