@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,6 +195,20 @@ def test_a_rate_limiter_holds_the_fetch_and_the_draws() -> None:
             table.sample(1)
             assert loading.num_loaded * 2 - table.stats().num_sampled <= 2 * 4 + 8
         assert not loading.done
+
+
+def test_several_threads_read_ahead() -> None:
+    """What takes long to be fetched; the order stays."""
+
+    class Far(Numbered):
+        def between(self, first: int, last: int) -> Iterator[Episode]:
+            assert barrier.wait(30) >= 0
+            return super().between(first, last)
+
+    barrier, reader = threading.Barrier(8), Far(40)
+    with table_of(30) as table:
+        load(reader, table, refresh=Refresh(epochs=1), progress=False)
+        assert held(table) == order(Passes(reader.starts, 40, 0), 30)
 
 
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])
