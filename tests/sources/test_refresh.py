@@ -211,6 +211,27 @@ def test_several_threads_read_ahead() -> None:
         assert held(table) == order(Passes(reader.starts, 40, 0), 30)
 
 
+def test_draws_over_shards_are_counted() -> None:
+    """Each table goes on as the rows drawn from it by all ranks tell."""
+    tables = [table_of(5, name=f"test-refresh-{rank}-{os.getpid()}") for rank in range(2)]
+    try:
+        for rank, table in enumerate(tables):
+            load(Numbered(40), table, refresh=Refresh(epochs=2), shard=(rank, 2), progress=False)
+        with gear.distributed.Shards(tables) as shards:
+            dataset = gear.ReplayDataset(shards, batch_size=16, windows=gear.Window(1))
+            seen, drawn = set[float](), 0
+            while not all(table.loading is not None and table.loading.done for table in tables):
+                seen |= set(dataset.sample()["x"].ravel().tolist())
+                drawn += 16
+                time.sleep(0.002)
+        assert sum(table.stats().num_sampled for table in tables) == drawn
+        assert len(seen) >= 36
+    finally:
+        for table in tables:
+            table.close()
+            table.unlink()
+
+
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])
 def test_an_error_and_a_close_end_it(on_full: Any) -> None:
     with table_of(4, on_full=on_full) as table:
