@@ -29,6 +29,7 @@ from gear_loader.sources.episodes import (
     select,
 )
 from gear_loader.sources.tfrecord import Feature, Records, features_of
+from gear_loader.storage.codecs import image_codec
 from gear_loader.storage.schema import Column
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.lazy_torch import torch
@@ -37,7 +38,6 @@ from gear_loader.utils.paths import local_path
 _MOST_BYTES = 2**26  # of a file of metadata
 _DEPTH = 16
 _TEXT_DTYPES = ("string", "object", "str", "str_")
-_MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg"}
 _SHARD = re.compile(r".*-(\d{5,})-of-(\d{5,})")
 
 
@@ -187,8 +187,7 @@ class RLDSEpisodes(EpisodeReader):
                         for name, leaf in self._leaves.items():
                             payload += _most_bytes(found, leaf)
                             if leaf.kind == "image" and name not in formats and leaf.key in found:
-                                head = bytes(next(iter(found[leaf.key].blobs()), b"")[:4])
-                                formats[name] = _MAGIC.get(head, _MAGIC.get(head[:3], ""))
+                                formats[name] = image_codec(next(iter(found[leaf.key].blobs()), b""))
                         del found
             if count is not None and len(lengths) - before != count:
                 raise SourceError(
