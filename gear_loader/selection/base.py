@@ -276,6 +276,11 @@ class Selection:
                 if not backoff.sleep():
                     raise
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether `fill` draws all batches of an unchanged table: no draw waits, and none calls a user's function."""
+        return False
+
     def new_ticket(self) -> Any:
         """A read ticket for one batch; `draw` takes it, so that an interrupted draw can be undone."""
         return Ticket()
@@ -312,6 +317,15 @@ class Selection:
 
         Returns:
             False, having done nothing, if it needs `draw`.
+        """
+        return False
+
+    def queue_update(self, index: Any, priority: Any, generation: Any, anchor: Any) -> bool:
+        """Queue an update of priorities like one before on a GPU, by compiled calls; stale rows are ignored. Other
+        threads may capture CUDA graphs meanwhile.
+
+        Returns:
+            False, having done nothing, if it needs `update_priority`.
         """
         return False
 
