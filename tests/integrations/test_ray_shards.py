@@ -111,11 +111,18 @@ def test_shards_come_back_with_what_was_committed(cluster: Any) -> None:
             table.extend([{"number": torch.tensor([0])}])
         wait_until(lambda: is_written(ray, replay), "the disks", patience=TIMEOUT, pause=0.2)
         nodes.remove_node(second, allow_graceful=False)
+        # Processes of a node may live on for a moment after it.
+        wait_until(
+            lambda: all(each["node"] == here for each in ray.get([e.where.remote() for e in replay.shards])),
+            "the shard of the lost node",
+            patience=TIMEOUT,
+            pause=0.5,
+        )
         assert numbers_in(shards) == list(range(4001))
         for _ in range(4):
             assert next(batches)["shard"].numel() == 8
-        assert all(
-            place["node"] == here for place in ray.get([each.where.remote() for each in replay.shards])
+        wait_until(
+            lambda: ray.get(forgets.where.remote())["node"] == here, "the other actor", patience=TIMEOUT
         )
         assert ray.get(forgets.stats.remote()).num_trajectories == 0
 
