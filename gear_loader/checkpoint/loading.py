@@ -381,7 +381,7 @@ def _reads(
         checksums = read_checksums(folder, segment, table.schema)
     return [
         ColumnRead(
-            folder=part.segment(segment),
+            folder=segment.archive or part.segment(segment),
             segment=segment,
             name=name,
             column=column,
