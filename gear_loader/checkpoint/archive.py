@@ -34,7 +34,7 @@ from gear_loader.checkpoint.manifest import Manifest
 from gear_loader.checkpoint.names import ARCHIVED, PART, column_file, segment_folder
 from gear_loader.checkpoint.reading import ColumnFile
 from gear_loader.checkpoint.segments import Segment, read_checksums, stored_columns
-from gear_loader.errors import CheckpointError, GearError
+from gear_loader.errors import CheckpointError
 from gear_loader.storage.schema import Schema
 from gear_loader.utils.mutex import Event
 from gear_loader.utils.notices import notice
@@ -43,7 +43,7 @@ ARCHIVE_NAME = "archive.json"
 COLUMNS_AT_ONCE = 4
 """Columns of a segment that are uploaded at a time."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-_TICK = 0.1
+_TICK = 0.01
 _END_SECONDS = 5.0
 """Seconds that the end of a table waits for a request; the objects of that upload are removed by the next owner."""
 
@@ -79,6 +79,7 @@ class Archive:
         self._damaged: set[int] = set()
         self._named: frozenset[str] = frozenset()
         self._moved: tuple[Segment, ...] = ()
+        self._unsettled = False
         self._released: set[int] = set()
         self._known = _read_names(directory)
         self._stop, self._bell = Event(), Event()
@@ -93,7 +94,7 @@ class Archive:
     def apply(self, on_disk: OnDisk) -> None:
         """Note in what a write begins with which segments are in the archive by now."""
         for number, address in list(self._confirmed.items()):
-            if number in on_disk.segments:
+            if number in on_disk.segments and not on_disk.segments[number].archive:
                 on_disk.segments[number] = dataclasses.replace(on_disk.segments[number], archive=address)
 
     def follow(self, manifest: Manifest | None, previous: Manifest | None) -> None:
@@ -105,20 +106,23 @@ class Archive:
         local = {segment.number for segments in both for segment in segments if not segment.archive}
         now = () if manifest is None else manifest.segments
         self._moved = tuple(each for each in now if each.archive and each.number not in local)
-        live = {segment.number for segment in now}
-        for number, address in list(self._confirmed.items()):
-            if address in self._named or number not in live:
-                self._confirmed.pop(number, None)  # after `_named` is set: see `_remove_objects`
+        self._unsettled = any(each.archive and each.number in local for each in now)
+        here = {segment.number for segment in now if not segment.archive}
+        self._queue = tuple(segment for segment in self._queue if segment.number in here)
+        for number in list(self._confirmed):
+            if number not in here:  # now is `_named` set, and what is not in the queue is not uploaded again
+                self._confirmed.pop(number, None)
         self._bell.set()
 
-    def wants_write(self, manifest: Manifest | None, previous: Manifest | None) -> bool:
+    @property
+    def wants_write(self) -> bool:
         """Whether the manifest does not say yet where segments are, or the one before it still needs local files."""
-        if self._confirmed:
-            return True
-        if manifest is None or previous is None:
-            return False
-        here = {segment.number for segment in previous.segments if not segment.archive}
-        return any(segment.archive and segment.number in here for segment in manifest.segments)
+        return bool(self._confirmed) or self._unsettled
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was asked for is done."""
+        return self._next() is None
 
     def ask(self, segments: Sequence[Segment]) -> None:
         """Have segments uploaded, in their order, in place of those that were asked for before."""
@@ -127,16 +131,15 @@ class Archive:
             self._bell.set()
 
     def make_room(self, segments: Sequence[Segment]) -> bool:
-        """Wait until one of some segments is uploaded; False if there is none, or the store fails."""
-        wanted = [each for each in segments if each.number not in self._damaged | set(self._confirmed)]
-        self.ask(wanted)
-        while wanted and self.error is None and self._thread.is_alive() and not self._stop.is_set():
-            if any(segment.number in self._confirmed for segment in wanted):
+        """Wait until one of some segments is uploaded; False if none can be, or the store fails."""
+        self.ask(segments)
+        while True:
+            left = {segment.number for segment in segments} - self._damaged
+            if not left.isdisjoint(self._confirmed):
                 return True
-            if all(segment.number in self._damaged for segment in wanted):
+            if not left or self.error or not self._thread.is_alive() or self._stop.is_set():
                 return False
-            time.sleep(_TICK / 10)
-        return False
+            time.sleep(_TICK)
 
     def end(self) -> None:
         """End the thread; idempotent."""
@@ -148,28 +151,26 @@ class Archive:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        pause = _FIRST_PAUSE
+        pause, left = _FIRST_PAUSE, False
         while not self._stop.is_set():
-            self._bell.wait()
+            self._bell.wait(pause if left else None)
             self._bell = Event()
             try:
                 self._release()
                 while (segment := self._next()) is not None and not self._stop.is_set():
                     self._upload(segment)
                     self.error = None
-                self._remove_objects()
+                self.error = None
+                left = not self._remove_objects()
             except _StoppedError:
                 return
-            except (GearError, OSError) as error:
+            except Exception as error:
                 if self._stop.is_set():
                     return
-                self.error = f"Segments stay in {self._directory.path}: {error}"
+                left, self.error = True, f"Segments stay in {self._directory.path}: {error}"
                 notice(f"archive {self._bucket.path}", self.error)
                 self._stop.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-                self._bell.set()
-            else:
-                self.error, pause = None, _FIRST_PAUSE
+            pause = min(2 * pause, _LONGEST_PAUSE) if left else _FIRST_PAUSE
 
     def _next(self) -> Segment | None:
         done = self._damaged | set(self._confirmed)
@@ -187,8 +188,9 @@ class Archive:
                     folder.remove_files(ours.__contains__)
                 self._released.add(segment.number)
 
-    def _remove_objects(self) -> None:
-        """Remove objects that are not needed. `_confirmed` has an address until `_named` has it: it is read first."""
+    def _remove_objects(self) -> bool:
+        """Remove objects that are not needed; return whether all are."""
+        # An address is in `_confirmed` until `_named` has it, so that is read last.
         confirmed = set(self._confirmed.values())
         doomed = self._known - confirmed - self._named
         for address in sorted(doomed):
@@ -201,9 +203,10 @@ class Archive:
                     continue
                 except CheckpointError as error:
                     notice(f"objects {address}", f"{error} They stay in the archive, and are tried again.")
-                    return
+                    return False
         if doomed:
             self._note(self._known - doomed)
+        return True
 
     def _bucket_of(self, address: str) -> Bucket:
         """The prefix of a segment, which may be in an archive of before."""

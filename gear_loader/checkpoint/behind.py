@@ -301,14 +301,14 @@ class WriteBehind:
                     tick = _SLOW_TICK  # open writers hold the memory, or the disk fails
             elif not spiller.missing():
                 self._tier_error = None
-            if time.monotonic() >= end:
-                return False
+            if time.monotonic() >= end or (self._error is None and self._has_moved(idle=True)):
+                return self._stop.is_set()
         return True
 
-    def _has_moved(self) -> bool:
-        """Whether segments have gone to the archive since the last write, or the one before it."""
-        archive, place = self._archive, self._place
-        return archive is not None and archive.wants_write(place.manifest, place.previous)
+    def _has_moved(self, *, idle: bool = False) -> bool:
+        """Whether segments have gone to the archive since the last write, or the one before it; and no others will."""
+        archive = self._archive
+        return archive is not None and archive.wants_write and (archive.is_idle or not idle)
 
     def _has_changed(self) -> bool:
         table = self._table
