@@ -19,7 +19,7 @@ from tier_common import spill
 from waiting_common import wait_until
 
 import gear_loader as gear
-from gear_loader.checkpoint import archive_reads, behind, bucket
+from gear_loader.checkpoint import behind, bucket
 from gear_loader.checkpoint.archive import ARCHIVE_NAME
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.manifest import read_manifest
@@ -32,8 +32,11 @@ pytest.importorskip("moto")
 pytest.importorskip("flask_cors")  # of moto's server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-COLUMNS = {"number": gear.Column(torch.int64), "wide": gear.Column(torch.float32, (1 << 17,))}
-COUNT = 6
+WIDTH = 1 << 13
+COLUMNS = {"number": gear.Column(torch.int64), "wide": gear.Column(torch.float32, (WIDTH,))}
+COUNT = 3
+LARGE = 170
+"""Steps of a trajectory that is uploaded in parts."""
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +72,13 @@ def disk_at(path: Path, address: str) -> gear.Disk:
 
 
 def new_table(path: Path, address: str, **options: Any) -> gear.Table:
-    given = {"max_steps": 100, "max_trajectories": 20, "block_steps": 1, **options}
+    given = {"max_steps": 1000, "max_trajectories": 20, "block_steps": 10, **options}
     return gear.Table.create(COLUMNS, disk=disk_at(path, address), memory=gear.Memory(max_blocks=50), **given)
 
 
-def add(table: gear.Table, *numbers: int) -> None:
+def add(table: gear.Table, *numbers: int, steps: int = 10) -> None:
     for number in numbers:
-        wide = np.full(
-            (11 if number == 0 else 1, 1 << 17), number, np.float32
-        )  # the first is uploaded in parts
+        wide = np.full((steps, WIDTH), number, np.float32)
         table.add({"number": np.full(len(wide), number), "wide": wide})
 
 
@@ -107,7 +108,7 @@ def objects_at(address: str) -> set[str]:
     return {f"s3://{each.rpartition('/')[0]}" for each in system.find(address)}
 
 
-@pytest.mark.parametrize("act", ["cut-body", "lost", "500", "429", "403", "404", "half"])
+@pytest.mark.parametrize("act", ["cut-body", "lost", "429", "403", "half"])
 def test_each_request_of_an_upload_may_fail(tmp_path: Path, store: ObjectStore, act: str) -> None:
     """The local files stay until a whole upload is confirmed, and what failed leaves nothing behind."""
     at, count = 0, 1
@@ -115,7 +116,7 @@ def test_each_request_of_an_upload_may_fail(tmp_path: Path, store: ObjectStore, 
         path, address = tmp_path / f"{at}", f"s3://bucket/up-{act}-{at}"
         with new_table(path, address) as table:
             store.plan(at=at, act=act)
-            add(table, 0)
+            add(table, 0, steps=LARGE)
             table.save(path)
             wait_until(lambda path=path: is_moved(path), patience=60)  # type: ignore[misc]
             count = len(store.seen())
@@ -145,7 +146,7 @@ def fill(path: Path, address: str, planned: Any) -> None:
         wait_until(lambda: len(json.loads((path / ARCHIVE_NAME).read_bytes())) == len(segments_of(path)))
 
 
-@pytest.mark.parametrize("act", ["kill", "kill-body", "kill-lost"])
+@pytest.mark.parametrize("act", ["kill-body", "kill-lost"])
 def test_the_owner_may_be_killed_at_each_request(tmp_path: Path, store: ObjectStore, act: str) -> None:
     context = multiprocessing.get_context("forkserver")  # children share no event loop with this process
     context.set_forkserver_preload([__name__])
@@ -153,7 +154,7 @@ def test_the_owner_may_be_killed_at_each_request(tmp_path: Path, store: ObjectSt
     while killed:
         path, address = tmp_path / f"{at}", f"s3://bucket/{act}-{at}"
         with new_table(path, address) as table:
-            add(table, 0, 1)
+            add(table, 0, 1, steps=LARGE)
             table.save(path)
             wait_until(lambda path=path: is_moved(path))  # type: ignore[misc]
         mine, theirs = context.Pipe()
@@ -197,7 +198,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory, store: ObjectStore) -> tuple
     return path, address
 
 
-@pytest.mark.parametrize("act", ["cut", "half", "429", "500", "403", "404", "slow"])
+@pytest.mark.parametrize("act", ["half", "429", "403", "404", "slow"])
 def test_each_request_of_a_read_may_fail(
     moved: tuple[Path, str], store: ObjectStore, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,8 +208,11 @@ def test_each_request_of_a_read_may_fail(
     with gear.Table.recover(disk_at(path, address)) as table:
         spill(table, table.indices())
         reader: Any = table._engine.tier_reader()
-        at, failures, count = 0, 0, 1
-        while at < count:
+        store.plan()
+        assert numbers_in(table) == list(range(COUNT))
+        count, failures = len(store.seen()), 0
+        assert count >= COUNT * len(COLUMNS)
+        for at in range(count):
             reader._reset()
             store.plan(at=at, act=act)
             try:
@@ -217,13 +221,9 @@ def test_each_request_of_a_read_may_fail(
                 assert f"{address}/segments/" in str(error)  # noqa: PT017
                 assert "Trajectory " in str(error)  # noqa: PT017
                 failures += 1
-            count = max(count, len(store.seen()))
             store.plan()
             assert len(table) == COUNT
-            at += 1
-        assert at > COUNT
-        assert failures == (0 if act not in ("403", "404") else failures)
-        assert not failures or failures > 3
+        assert failures == (count if act == "403" else 0)  # after 404 it asks once more
 
 
 def test_a_store_that_is_away_ends_in_an_error_before_long(
@@ -270,4 +270,4 @@ def test_requests_of_a_batch(moved: tuple[Path, str], store: ObjectStore) -> Non
         dataset.sample()
         seen = store.seen()
         assert all(each.startswith("GET") for each in seen)
-        assert len(seen) <= 2 * COUNT + 5 * 11 * (1 << 19) // archive_reads.RANGE_BYTES
+        assert len(seen) <= 2 * COUNT
