@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.sources.derived import Filtered, Renamed
+from gear_loader.sources.derived import Decoded, Filtered, Renamed
 from gear_loader.sources.episodes import (
     Columns,
     EpisodeReader,
@@ -60,6 +60,7 @@ def load(
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
     filter: Callable[[Mapping[str, Any]], bool] | None = None,
+    decode: bool = False,
     statistics: bool = False,
     max_bytes: int | str | None = None,
     wait: bool = True,
@@ -109,6 +110,8 @@ def load(
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
         filter: takes the episodes for which it returns True: a function of an `Episode`, with the columns as the table
             names them. Files are then read twice, to know the size of the table.
+        decode: whether to store images and frames of video decoded, uint8 ``[h, w, c]``, of one size in each column: it
+            takes more memory, and batches need no decoding.
         statistics: whether to gather statistics of what is added: `Table.statistics`, saved with the table.
         max_bytes: take the first trajectories that take so many bytes at most, an int or a text such as ``"8GiB"``,
             without the ends of blocks and the index.
@@ -151,7 +154,7 @@ def load(
         "allow_nonfinite": flag("allow_nonfinite", allow_nonfinite),
     }
     flags = {"final": final, "download": download, "progress": progress, "statistics": statistics}
-    flags |= {"wait": wait, "resume": resume}
+    flags |= {"wait": wait, "resume": resume, "decode": decode}
     for option, value in flags.items():
         flag(option, value)
     if filter is not None and not callable(filter):
@@ -180,6 +183,8 @@ def load(
     reader = _open(source, options, max_trajectories, added, download, finals=wanted, once=once)
     if filter is not None:
         reader = Filtered(reader, filter, max_trajectories, progress)
+    if decode:
+        reader = Decoded(reader)
     lengths = reader.lengths[:max_trajectories]
     if max_bytes is not None:
         lengths = _within(byte_count("max_bytes", max_bytes), reader, lengths, progress)
