@@ -186,9 +186,11 @@ class Worker(source.Worker):
             for _ in batches:
                 pass
             first = time.perf_counter() - started
+            busy = _processor_seconds()
             seconds = sum(self._passed(batch, passes) for _ in range(later))
+            busy = _processor_seconds() - busy
         subject.close()
-        return {"first_batch": first_batch, "first": first, "seconds": seconds}
+        return {"first_batch": first_batch, "first": first, "seconds": seconds, "processor": busy}
 
     def readers(self, count: int, small: list[str], batch: int, passes: int) -> dict[str, Any]:
         """Growth of the sum of PSS of so many processes, bytes. small: folder and place of what they read before."""
@@ -233,6 +235,16 @@ def _read(pipes: list[Any], together: bool) -> int:
         pipe.send("close")
     for pipe in pipes:
         _answer(pipe)
+    return taken
+
+
+def _processor_seconds() -> float:
+    """Processor time of this process and its children, which are there before and after."""
+    taken, ticks = time.process_time(), os.sysconf("SC_CLK_TCK")
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text(encoding="ascii").split():
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            taken += (int(fields[11]) + int(fields[12])) / ticks
     return taken
 
 
