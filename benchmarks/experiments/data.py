@@ -10,9 +10,11 @@ samples: by two processes of `DataLoader`, or two threads. LeRobot, Lance and Hu
 their own tools wrote of it; WebDataset has tars, Streaming its MDS. What is delivered is compared with what was stored.
 
 A turn is: open, a pass, another pass. Figures: samples a second of the later pass; seconds from opening to the first
-batch; samples a second from opening to the end of the first pass; processor time of the later pass, which other programs
-on the machine change least. In a bucket what is compared is the first pass. Large data sets have passes of a part:
-`Part.passes` batches. Then the sum of the PSS of 1, 2 and 4 processes that read the same. See `benchmarks/peers/data.py`.
+batch; samples a second from opening to the end of the first pass; processor time of the later pass, which other
+programs on the machine change least. In a bucket what is compared is the first pass. Large data sets have passes of a
+part: `Part.passes` batches. Then the sum of the PSS of 1, 2 and 4 processes that read the same.
+
+See `benchmarks/peers/data.py`.
 """
 
 from __future__ import annotations
