@@ -119,6 +119,7 @@ class NpzEpisodes(EpisodeReader):
         super().__init__(
             f"The directory {os.path.dirname(paths[0])!r}", np.array(lengths), schema, payload=payload
         )
+        self.starts = np.arange(len(lengths))
 
     def _planned(self, header: _ArrayHeader, role: str, path: str, once: bool, keep_float64: bool) -> Column:
         what = f"The file {path!r}: column {role!r}"
@@ -156,7 +157,11 @@ class NpzEpisodes(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
-        for number, path in enumerate(self._paths):
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        for number, path in enumerate(self._paths[first:last], first):
             arrays = _read(self._paths, path, self._chosen.values())
             found = {role: _ArrayHeader(array.shape, array.dtype) for role, array in arrays.items()}
             if self._length(found, path, self.schema) != self.lengths[number]:
@@ -184,7 +189,7 @@ class NpzEpisodes(EpisodeReader):
 
 def _headers(files: SourceFiles, path: str) -> dict[str, _ArrayHeader]:
     """The arrays of a file, by name."""
-    with _opened(files, path) as file:
+    with _opened(files, path, whole=False) as file:
         found = {}
         for member in file.namelist():
             if member.endswith(".npy"):
@@ -217,14 +222,14 @@ def _name(member: str) -> str:
 class _opened:
     """A file of arrays; what reading it raises becomes a SourceError."""
 
-    def __init__(self, files: SourceFiles, path: str) -> None:
-        self._files, self._path = files, path
+    def __init__(self, files: SourceFiles, path: str, *, whole: bool = True) -> None:
+        self._files, self._path, self._whole = files, path, whole
 
     def __enter__(self) -> zipfile.ZipFile:
         with contextlib.ExitStack() as stack:
             try:
                 self._file = stack.enter_context(
-                    zipfile.ZipFile(stack.enter_context(self._files.open(self._path)))
+                    zipfile.ZipFile(stack.enter_context(self._files.open(self._path, whole=self._whole)))
                 )
             except SourceError:
                 raise

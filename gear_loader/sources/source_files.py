@@ -23,37 +23,43 @@ _KEPT_BYTES = 256 << 20
 class SourceFiles(list[str]):
     """Paths or addresses of files, which are opened in their order, several times over.
 
-    Those at addresses are fetched ahead, many at a time, because each request waits for its answer, and kept as long as
-    there is room.
+    Those at addresses are fetched many at a time while they are opened one after the other, because each request waits
+    for its answer; and kept as long as there is room.
     """
 
     def __init__(self, sizes: Mapping[str, int | None]) -> None:
         super().__init__(sorted(sizes))
         self._sizes, self._kept = sizes, dict[str, bytes]()
         self._places = {path: place for place, path in enumerate(self)}
+        self._last = -1
+        self._small = 0 < sum(size or _KEPT_BYTES + 1 for size in sizes.values()) <= _KEPT_BYTES
 
-    def open(self, path: str) -> IO[bytes]:
+    def open(self, path: str, *, whole: bool = True) -> IO[bytes]:
         """Open one for reading.
+
+        Args:
+            whole: whether most of it will be read; else it is read by range, unless there is room for all files.
 
         Raises:
             SourceError: the store refuses. OSError: a local file cannot be opened, or nothing is at the address.
         """
-        if not self._fetched_whole(path):
+        place = self._places[path]
+        follows, self._last = place - self._last in (0, 1), place
+        if not (self._fetched_whole(path) and (whole or self._small)):
             return open_address(path, SourceError) if is_address(path) else open(path, "rb")
-        if path not in self._kept:
-            self._fetch(path)
-        return io.BytesIO(self._kept[path])
+        kept = self._kept.get(path)
+        return io.BytesIO(self._fetch(path, _GROUP_FILES if follows else 1) if kept is None else kept)
 
     def _fetched_whole(self, path: str) -> bool:
         return 0 < (self._sizes[path] or 0) <= WHOLE_BYTES
 
-    def _fetch(self, first: str) -> None:
-        """Fetch a file and those that follow it."""
+    def _fetch(self, first: str, most: int) -> bytes:
+        """Fetch a file and those that follow it, so many at most."""
         group, sizes = list[str](), list[int]()
         for path in itertools.islice(self, self._places[first], None):
             size = self._sizes[path] or 0
-            full = len(group) == _GROUP_FILES or sum(sizes) + size > _GROUP_BYTES
-            if (full and group) or path in self._kept or not self._fetched_whole(path):
+            full = len(group) == most or sum(sizes) + size > _GROUP_BYTES
+            if group and (full or path in self._kept or not self._fetched_whole(path)):
                 break
             group.append(path)
             sizes.append(size)
@@ -67,9 +73,10 @@ class SourceFiles(list[str]):
             return found
 
         found = repeated(attempt, first, "read", SourceError)
-        while self._kept and sum(map(len, self._kept.values())) + sum(sizes) > _KEPT_BYTES:
-            del self._kept[next(iter(self._kept))]
+        while self._kept and sum(map(len, list(self._kept.values()))) + sum(sizes) > _KEPT_BYTES:
+            self._kept.pop(next(iter(self._kept)), None)
         self._kept.update(zip(group, found, strict=True))
+        return found[0]
 
 
 def files_of(pattern: Any, suffixes: tuple[str, ...]) -> SourceFiles:

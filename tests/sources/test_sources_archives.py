@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from files_common import damaged, pngs, tarred
+from sources_common import read_in_parts
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
@@ -50,6 +51,7 @@ def test_a_folder_of_npz(tmp_path: Path) -> None:
                 assert found["words"] == episode["words"].tolist()
                 for name, role in (("obs.state", "obs/state"), ("image", "image"), ("goal", "goal")):
                     np.testing.assert_array_equal(found[name].numpy(), episode[role])
+    read_in_parts(read_npz(tmp_path / "data", per_trajectory=["goal"]))
     with gear.load_dataset(tmp_path / "data/1.npz", columns={"r": "reward"}, progress=False) as table:
         assert table[0]["r"].tolist() == [1.0] * 5
 
@@ -121,6 +123,11 @@ def test_samples_that_are_steps(tmp_path: Path, name: str) -> None:
         assert found["json.reward"].tolist() == [1.5, 2.0, 2.5, 3.0]
         assert found["json.at.x"].tolist() == [[n, 1] for n in (3, 4, 5, 6)]
         assert (found["txt"][0], found["raw"][3]) == ("step 3", b"\6\0")
+    write(tmp_path / "b.tar", {f"more/{key}": value for key, value in samples(coded).items()})
+    reader = read_webdataset(tmp_path)
+    assert reader.starts.tolist() == [0, 2]
+    read_in_parts(reader)
+    (tmp_path / "b.tar").unlink()
     options = {"columns": {"r": "json.reward", "key": "__key__"}, "progress": False}
     with gear.load_dataset(f"webdataset:{tmp_path}", **options) as table:
         assert table[0]["key"] == ["run/a/000", "run/a/001", "run/a/002"]
@@ -306,6 +313,9 @@ def test_files_at_addresses_are_fetched_together_and_again_when_cut_off(
             assert sum(map(len, files._kept.values())) <= 100
         assert asked[:3] == [2, 1, 2]  # files 0 and 1, 2, 4 and 5
         asked.clear()
+        with files.open(files[0], whole=False) as file:
+            assert file.read(2) == contents[0][:2]
+        assert not asked
         cut += [1]
         with source_files.files_of("memory://files", (".bin",)).open("memory:///files/0.bin") as file:
             assert file.read() == contents[0]
