@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError, SourceError
-from gear_loader.sources.derived import Filtered, Following, Part, Renamed
+from gear_loader.sources.derived import Decoded, Filtered, Following, Part, Renamed
 from gear_loader.sources.episodes import (
     Columns,
     EpisodeReader,
@@ -62,6 +62,7 @@ def load(
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
     filter: Callable[[Mapping[str, Any]], bool] | None = None,
+    decode: bool = False,
     statistics: bool = False,
     max_bytes: int | str | None = None,
     wait: bool = True,
@@ -114,6 +115,8 @@ def load(
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
         filter: takes the episodes for which it returns True: a function of an `Episode`, with the columns as the table
             names them. Files are then read twice, to know the size of the table.
+        decode: whether to store images and frames of video decoded, uint8 ``[h, w, c]``, of one size in each column: it
+            takes more memory, and batches need no decoding.
         statistics: whether to gather statistics of what is added: `Table.statistics`, saved with the table.
         max_bytes: take the first trajectories that take so many bytes at most, an int or a text such as ``"8GiB"``,
             without the ends of blocks and the index. With `refresh` the table made here has room for so many.
@@ -164,7 +167,7 @@ def load(
         "allow_nonfinite": flag("allow_nonfinite", allow_nonfinite),
     }
     flags = {"final": final, "download": download, "progress": progress, "statistics": statistics}
-    flags |= {"wait": wait, "resume": resume}
+    flags |= {"wait": wait, "resume": resume, "decode": decode}
     renewal = Refresh() if refresh is True else refresh or None
     _check_refresh(renewal, table, max_bytes, statistics)
     place = _checked_shard(shard)
@@ -193,7 +196,7 @@ def load(
             f"download=True was given with {given}; expected the id of a Minari data set: nothing else is fetched."
         )
     added = None if table is None else table.schema.added
-    ended = wait or table is None or filter or resume or max_bytes is not None or shard or renewal
+    ended = wait or table is None or filter or decode or resume or max_bytes is not None or shard or renewal
     reader = _open(
         source, options, max_trajectories, added, download, finals=wanted, once=once, lazy=not ended
     )
@@ -203,6 +206,8 @@ def load(
         return table
     if filter is not None:
         reader = Filtered(reader, filter, max_trajectories, progress)
+    if decode:
+        reader = Decoded(reader)
     # Episodes in memory are added at once, so that they become visible at the same moment.
     piece = None if isinstance(reader, IterableReader) else LOAD_BYTES
     lengths = reader.lengths[:max_trajectories]

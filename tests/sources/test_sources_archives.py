@@ -16,7 +16,8 @@ from sources_common import read_in_parts
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
-from gear_loader.sources import read_npz, read_webdataset, webdataset
+from gear_loader.sources import read_npz, read_webdataset, source_files, webdataset
+from gear_loader.utils import addresses
 
 
 def save(folder: Path, lengths: tuple[int, ...] = (3, 5, 2)) -> list[dict[str, Any]]:
@@ -279,6 +280,54 @@ def test_a_column_that_the_first_sample_lacks_is_not_left_out(tmp_path: Path) ->
         gear.load_dataset(tmp_path / "a.tar", progress=False)
     with gear.load_dataset(tmp_path / "a.tar", columns=["x.cls"], progress=False) as table:
         assert table[0]["x.cls"].tolist() == [0, 1]
+
+
+def test_files_at_addresses_are_fetched_together_and_again_when_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    system = fsspec.filesystem("memory")
+    sizes = [30, 30, 30, 200, 30, 30, 0]  # the fourth one is too large, the last one empty
+    contents = [bytes([number]) * size for number, size in enumerate(sizes)]
+    for name, value in {"WHOLE_BYTES": 100, "_GROUP_BYTES": 70, "_KEPT_BYTES": 100}.items():
+        monkeypatch.setattr(source_files, name, value)
+    asked: list[int] = []
+    kind, cut = type(system), list[int]()
+
+    def ranges(self: Any, paths: list[str], starts: Any, ends: Any, **options: Any) -> list[bytes]:
+        asked.append(len(paths))
+        found = [
+            system.cat_file(path)[begin:end] for path, begin, end in zip(paths, starts, ends, strict=True)
+        ]
+        return [each[: len(each) // 2] for each in found] if cut and cut.pop() else found
+
+    monkeypatch.setattr(kind, "cat_ranges", ranges)
+    try:
+        for number, content in enumerate(contents):
+            system.pipe(f"/files/{number}.bin", content)
+        files = source_files.files_of("memory://files", (".bin",))
+        for order in (range(7), range(7), (5, 0, 3, 4)):
+            for number in order:
+                with files.open(files[number]) as file:
+                    assert file.read() == contents[number]
+            assert sum(map(len, files._kept.values())) <= 100
+        assert asked[:3] == [2, 1, 2]  # files 0 and 1, 2, 4 and 5
+        asked.clear()
+        with files.open(files[0], whole=False) as file:
+            assert file.read(2) == contents[0][:2]
+        assert not asked
+        cut += [1]
+        with source_files.files_of("memory://files", (".bin",)).open("memory:///files/0.bin") as file:
+            assert file.read() == contents[0]
+        assert asked == [2, 2]
+        monkeypatch.setattr(addresses, "DEADLINE_SECONDS", 0.2)
+        cut += [1] * 100
+        with pytest.raises(
+            SourceError, match=r"files/0.bin cannot be read: .*bytes arrived; expected \[30, 30\]"
+        ):
+            source_files.files_of("memory://files", (".bin",)).open("memory:///files/0.bin")
+    finally:
+        system.rm("/files", recursive=True)
 
 
 @pytest.mark.long
