@@ -145,6 +145,7 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
     put("graph", "sampling", "256 seeds", sampled, "plain torch", {"batch": 256, "item": "seed"}, "rows")
     remote = {"carrier": 3e4, "ours": 1e4, "Reverb": 4e3}
     put("remote-write", "whole", "whole, 1 writer", remote, "carrier", {"writers": 1}, "rows")
+    put("remote-sample", "W1", "W1", remote, "carrier", {"batch": 256}, "rows")
     for share in (100, 25):
         reading = {"fits": 4e9, "ours": 4e9 if share == 100 else 3e8, "preadv": 4e8}
         put("exhaustion", "uniform", f"uniform, {share}% in memory", reading, "fits", {"share": share})

@@ -77,6 +77,10 @@ _PICTURES: dict[
         partial(bars.draw_panels, "remote-write"),
         "Adding to a table of another process over loopback; whiskers from p10 to p90.",
     ),
+    "remote-sample": (
+        partial(bars.draw_panels, "remote-sample"),
+        "Batches of a table of another process over loopback; whiskers from p10 to p90.",
+    ),
     "checkpoint": (
         bars.draw_checkpoint,
         "Saving and loading; whiskers from p10 to p90; the dashed line is a plain write or read of as many bytes.",

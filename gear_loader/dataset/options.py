@@ -142,6 +142,10 @@ class Ranks:
             numbers of steps; ``"squares"``: about equal sums of squared row lengths, for models dominated by attention.
             Each rank has `batch_size` rows, or with `Steps` the same number of batches. None: slices of the batch; with
             `Steps` the same as ``"steps"``.
+        prefer_local: over all `Shards`: each rank gets rows of its own node as far as they suffice for as many rows a
+            rank, so that few rows cross the network. The ranks together have the same rows. A rank's own batch is then
+            no random sample of all shards: this suits gradients that are averaged over the ranks, but for example not
+            batch normalisation of each rank. Not with `balance` or `Steps`.
         micro_batches: with `Steps` over all `Shards`: batches of each rank that are one training step. They are planned
             together and distributed so that the ranks' work in the step is about equal: see `balance`. The last step of
             an epoch may have fewer; batches are split so that all ranks have the same number, and if each has only one
@@ -156,6 +160,7 @@ class Ranks:
     world_size: int | None = None
     balance: Literal["steps", "squares"] | None = None
     micro_batches: int = 1
+    prefer_local: bool = False
 
     def __post_init__(self) -> None:
         one_of("scope", self.scope, ("global", "local"))
@@ -173,6 +178,7 @@ class Ranks:
         if self.balance is not None:
             one_of("balance", self.balance, ("steps", "squares"))
         at_least("micro_batches", self.micro_batches)
+        flag("prefer_local", self.prefer_local)
 
 
 def check_options(

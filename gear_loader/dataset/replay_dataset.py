@@ -349,6 +349,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "prefetch": self.prefetch,
             "keep": self.keep,
             "scope": self._origin.ranks.scope,
+            "prefer_local": self._origin.ranks.prefer_local,
             "subset": None if subset is None else getattr(subset, "__qualname__", type(subset).__qualname__),
             "windows": {name: repr(window) for name, window in self.windows.items()},
         }
@@ -1191,6 +1192,16 @@ class ReplayDataset(IterableDataset[Batch]):
         if active is not None:
             self._buffers.close(active)
         self._origin.close()
+
+    def mass(self) -> tuple[float, float]:
+        """What draws of this dataset weigh beside those from other tables; waits for no trajectories.
+
+        Returns:
+            The number of items that can be drawn now, or the sum of their powers of priorities; and the smallest of
+            these powers where weights need it (``normalize="table"``), else infinity.
+        """
+        self.settle()
+        return self._selected().mass()
 
     def settle(self) -> None:
         """Wait until the running iteration has finished all requests, such as prefetches and priority updates."""

@@ -230,6 +230,11 @@ class Selection:
             return self.drawable()
         return self.former.look(lambda snapshot: self.anchors_of(self.view(snapshot)))
 
+    def mass(self) -> tuple[float, float]:
+        """What draws from here weigh beside those of other tables: items, or the sum of the leaves; and the smallest
+        positive leaf where weights need it, else infinity."""
+        return float(self.context.sampler.num_items(self.look())), math.inf
+
     def after_fork(self) -> None:
         """Drop locks of the parent's threads in a forked child."""
 

@@ -211,9 +211,10 @@ class ItemMap:
         blocks, values, shared = self._add(slots, priorities, extent, block_ids)
         pieces += [piece for _, *piece in shared]
         if len(freed):
-            freed = freed[self.owner[freed] < 0]
+            # A block that another trajectory has grown into, too: its other steps had leaves.
+            gone = np.setdiff1d(freed, blocks) if pieces else freed[self.owner[freed] < 0]
             blocks, values = (
-                np.concatenate(parts) for parts in ((blocks, freed), (values, np.full(len(freed), _GONE)))
+                np.concatenate(parts) for parts in ((blocks, gone), (values, np.full(len(gone), _GONE)))
             )
         changed = blocks
         items, others = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)

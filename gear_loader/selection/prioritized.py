@@ -238,6 +238,10 @@ class PrioritizedSelection(Selection):
                 mine[which] = others
         return True
 
+    def mass(self) -> tuple[float, float]:
+        with self.priorities.mutex:
+            return self.priorities.summary()
+
     def _importance(self, draw: Draw, leaves: Array) -> Array:
         """Importance weights of drawn leaves, float32 [n]."""
         least, beta, scale = self._weighing(draw)

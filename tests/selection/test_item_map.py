@@ -358,3 +358,24 @@ def test_an_update_while_a_slot_becomes_another_trajectory_s() -> None:
             assert (found[20:40] == -1).any()
         block_ids[:] = 1 << 30
         assert (follows.items(slots, steps, extent, block_ids) == -1).all()
+
+
+def test_a_trajectory_that_grows_into_a_freed_block_has_no_other_steps() -> None:
+    """The leaves of the trajectory that had the block before are gone, also if both are seen at once."""
+    options: dict[str, Any] = {"max_steps": 16, "max_trajectories": 4, "block_steps": 4}
+    with gear.Table.create(SCHEMA, **options) as table, table.writer(commit_every_step=True) as writer:
+        first = table.add(episode(0, 4))
+        table.add(episode(1, 4))
+        writer.append(episode(2, 4))
+        by_step = gear.Prioritized(1.0, unit="step")
+        data = gear.ReplayDataset(
+            table, batch_size=64, windows=gear.Window(1), device="cpu", prefetch=0, sampler=by_step
+        )
+        data.update_priority([first] * 4, [100.0] * 4, anchor=list(range(4)))
+        data.sample()
+        table.remove(first)
+        writer.append(episode(2, 1))
+        lengths = np.zeros(4, dtype=np.int64)
+        lengths[table.indices()] = table.lengths()
+        batch = data.sample()
+        assert (batch["anchor"].numpy() < lengths[batch["index"].numpy()]).all()
