@@ -143,15 +143,16 @@ def test_preemptible(tmp_path: Path) -> None:
         command = [*torchrun, "--nproc-per-node", "3", "--max-restarts", "1", *job, "1000", "--pause", "0.2"]
         running = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
         try:
-            wait_until(said("saved batch 20,"), seconds=120)
+            wait_until(said("saved batch 20,"), patience=120)
             children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
             ranks = [pid for pid in children if "preemptible" in Path(f"/proc/{pid}/cmdline").read_text()]
             os.kill(int(ranks[1]), signal.SIGKILL)
-            wait_until(said("attached to 50 trajectories, batch 20"), seconds=120)
+            wait_until(said("attached to 50 trajectories, batch 20"), patience=120)
             running.terminate()
             running.wait(60)
         finally:
             running.kill()
+            running.wait()
     (batch,) = set(re.findall(r"saved batch (\d+),", log.read_text("utf-8"))) - {"20"}
     shown = run(*torchrun[1:], "--nproc-per-node", "2", *job, int(batch) + 3, cwd=tmp_path)
     assert shown.count(f"loaded 75 trajectories, batch {batch}") == 2

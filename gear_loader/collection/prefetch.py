@@ -86,7 +86,7 @@ class Prefetcher:
 
     On the CPU, and for a GPU that cannot read the region when the iteration begins, a thread fills them. Otherwise the
     consumer's request for batch i queues the work of batch i + prefetch on a side stream, which costs the host some
-    tens of microseconds.
+    tens of microseconds; on the CPU it fills small batches, for which a thread takes longer.
 
     Args:
         pool: pool of the buffers.
@@ -154,6 +154,8 @@ class Prefetcher:
         fill: Callable[[Buffers, Item], int],
         items: Iterator[Item],
         queue: Callable[..., bool] | None = None,
+        *,
+        alone: bool = False,
     ) -> Iterator[Batch]:
         """Yield a batch for each of `items`, in order.
 
@@ -161,8 +163,9 @@ class Prefetcher:
             fill: draws a batch, gathers it into the buffers and returns its number of rows.
             queue: as `Filler.queue`, tried first if the buffers can be filled so.
             items: second arguments of `fill`. A generator is closed if this ends, and no thread uses it.
+            alone: fill them in the calling thread; which are filled at a request is the same.
         """
-        if self._prefetch and self.collector.waits:
+        if self._prefetch and self.collector.waits and not alone:
             yield from self._ahead_in_thread(fill, items)
             return
         try:
@@ -184,6 +187,7 @@ class Prefetcher:
         ready, more = self._ready, True
         failure: Exception | None = None
         while ready or more:
+            self._check_process()
             refuse_capture(self.collector.device, "a batch")
             self._recycle()  # the consumer has asked for one more
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,7 +27,7 @@ class Prefetch:
     """How many batches are prepared ahead, and how long their memory is kept: ``prefetch=gear.Prefetch(2, copy=True)``.
 
     Attributes:
-        batches: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
+        batches: batches prepared ahead, see `ReplayDataset`. 0 disables prefetching.
         keep: batches after which memory is reused; at least 1. See the validity of a batch in `ReplayDataset`.
         copy: whether each batch gets new memory: None only if references to earlier ones require it; True always, which
             costs a copy within GPU memory, or on the CPU an allocation per batch; False never.
@@ -60,17 +61,25 @@ class Gpu:
         stream_priority: of the side stream that prepares batches, as for `torch.cuda.Stream`: -1 gives its kernels the
             next free multiprocessors, before blocks of training kernels that are queued already. Beside products of
             matrices and a transformer on a H100 it made no difference.
+        decode: whether the GPU decodes jpegs of one shape (``codec="jpeg"``) of a `Table`, by torchvision (nvJPEG),
+            whose values are close to the CPU's. What it cannot decode, the CPU does. On the CPU it means nothing.
 
     Raises:
-        SchemaError: an invalid value.
+        SchemaError: an invalid value, or torchvision is not installed.
     """
 
     device: str | torch.device = "auto"
     programs: int | None = None
     stream_priority: int = 0
+    decode: bool = False
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        if flag("decode", self.decode) and importlib.util.find_spec("torchvision") is None:
+            raise SchemaError(
+                "Gpu(decode=True) needs torchvision, which is not installed. Install that of this torch, with CUDA: "
+                "https://pytorch.org/get-started"
+            )
         if self.programs is not None:
             at_least("programs", self.programs)
         if integer("stream_priority", self.stream_priority) > 0:

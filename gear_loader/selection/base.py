@@ -276,6 +276,11 @@ class Selection:
                 if not backoff.sleep():
                     raise
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether `fill` draws all batches of an unchanged table: no draw waits, and none calls a user's function."""
+        return False
+
     def new_ticket(self) -> Any:
         """A read ticket for one batch; `draw` takes it, so that an interrupted draw can be undone."""
         return Ticket()

@@ -132,7 +132,7 @@ class PrioritizedSelection(Selection):
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         reader = self.context.table._engine.reader()
         with self.priorities.mutex:
-            found = self._inline(draw, batch.count) if reader.draws_inline else None
+            found = self._inline(draw, batch.count) if reader.draws_inline and not batch.packed else None
             if found is None:
                 return False
             places, counter, since, samples, how = found

@@ -232,6 +232,7 @@ class DatasetRows(Rows):
         size = min(16 if images else 1024, _PART_ROWS)
         for table in _watched(self.source, arrow.iter(batch_size=size)):
             with readable(self.source):
+                table.validate(full=True)  # its files are mapped, and may be damaged
                 table = embed(table) if images else table
                 for batch in table.combine_chunks().to_batches():
                     for piece in _cut(batch):

@@ -37,6 +37,33 @@ class Renamed(EpisodeReader):
             )
 
 
+class Following(EpisodeReader):
+    """Takes the values after the last step from what follows each step in another reader: the columns
+    ``next_<column>`` and ``next.<column>``, which are left out."""
+
+    def __init__(self, reader: EpisodeReader) -> None:
+        schema, given = reader.schema, dict[str, str]()
+        for name in schema:
+            for following in (f"next_{name}", f"next.{name}"):
+                if not schema[name].trajectory and schema.get(following) == schema[name]:
+                    given.setdefault(name, following)
+        taken = {name: column for name, column in schema.items() if name not in given.values()}
+        ragged = any(column.ragged is not None for column in taken.values())
+        self._reader, self._following = reader, {} if ragged else given
+        super().__init__(
+            reader.source, reader.lengths, schema if ragged else taken, self._following, reader.payload
+        )
+        self.starts = reader.starts
+
+    def __iter__(self) -> Iterator[Episode]:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        for episode in self._reader.between(first, last):
+            final = {name: episode[following][-1] for name, following in self._following.items()}
+            yield Episode({name: episode[name] for name in self.schema}, final)
+
+
 class Filtered(EpisodeReader):
     """The episodes of another reader for which a function returns True, at most so many; reads them all once."""
 

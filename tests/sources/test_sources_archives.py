@@ -279,3 +279,39 @@ def test_a_column_that_the_first_sample_lacks_is_not_left_out(tmp_path: Path) ->
         gear.load_dataset(tmp_path / "a.tar", progress=False)
     with gear.load_dataset(tmp_path / "a.tar", columns=["x.cls"], progress=False) as table:
         assert table[0]["x.cls"].tolist() == [0, 1]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that it leaves open
+def test_what_webdataset_writes_and_reads(tmp_path: Path) -> None:
+    """Two shards of its own writer, step by step, beside its own decoders."""
+    owner = pytest.importorskip("webdataset")
+    pytest.importorskip("pyarrow")
+    random = np.random.default_rng(0)
+    with owner.ShardWriter(f"{tmp_path}/%02d.tar", maxcount=4, verbose=0) as sink:
+        for number in range(7):
+            sink.write(
+                {
+                    "__key__": f"run/{number // 4}/{number:03}",
+                    "state.npy": random.normal(size=(2, 3)).astype(np.float32),
+                    "png": random.integers(0, 256, (4, 6, 3), np.uint8),
+                    "cls": number - 3,
+                    "txt": f"Tür {number}",
+                    "json": {"reward": number / 4, "done": number % 4 == 3},
+                    "bin": bytes([number, 0]),
+                }
+            )
+    shards = sorted(str(path) for path in tmp_path.iterdir())
+    samples = list(owner.WebDataset(shards, shardshuffle=False, empty_check=False).decode("rgb8"))
+    assert len(samples) == 7
+    with gear.load_dataset(f"webdataset:{tmp_path}", progress=False) as table:
+        assert table.lengths().tolist() == [4, 3]
+        for number, sample in enumerate(samples):
+            episode, step = table[number // 4], number % 4
+            np.testing.assert_array_equal(episode["state.npy"][step], sample["state.npy"])
+            np.testing.assert_array_equal(episode["png"][step], sample["png"])
+            assert episode["cls"][step] == sample["cls"]
+            assert episode["txt"][step] == sample["txt"]
+            assert episode["json.reward"][step] == sample["json"]["reward"]
+            assert bool(episode["json.done"][step]) == sample["json"]["done"]
+            assert episode["bin"][step] == sample["bin"]
