@@ -8,13 +8,13 @@
     backend = {"storage_backend": "GearLoader", "GearLoader": {"memory": "64GiB", "path": "/disk/transfer_queue"}}
     transfer_queue.init(OmegaConf.create({"backend": backend}))
 
-The entries of ``GearLoader`` are those of `Options`. Other processes need no import: the configuration that they get
-from the controller brings it. Processes of the machine of the table, that of the process which calls `init` first, read
-and write its memory themselves; those of other machines do so through its owner, an actor of Ray.
+The entries of ``GearLoader`` are those of `BackendOptions`. Other processes need no import: the configuration that they
+get from the controller brings it. Processes of the machine of the table, that of the process which calls `init` first,
+read and write its memory themselves; those of other machines do so through its owner, an actor of Ray.
 
-What was put, with its keys and tags, outlives any process; with `Options.path` the end of the job and of the machine
-too: the next `init` tells the new controller of it. What a consumer has had already is known to the controller alone,
-which forgets it: `transfer_queue.save_checkpoint` saves that.
+What was put, with its keys and tags, outlives any process; with `BackendOptions.path` the end of the job and of the
+machine too: the next `init` tells the new controller of it. What a consumer has had already is known to the controller
+alone, which forgets it: `transfer_queue.save_checkpoint` saves that.
 
 Nothing is pickled: see `transfer_queue_fields.packed` for what a field can hold. Tested with TransferQueue 0.1.11.
 """
@@ -28,7 +28,13 @@ from typing import Any
 
 from gear_loader.errors import GearError, RegionError
 from gear_loader.integrations.transfer_queue_fields import packed, values_of
-from gear_loader.integrations.transfer_queue_owner import Address, Options, Owner, rows_of, this_machine
+from gear_loader.integrations.transfer_queue_owner import (
+    BackendOptions,
+    TableAddress,
+    TableOwner,
+    rows_of,
+    this_machine,
+)
 from gear_loader.integrations.transfer_queue_restoring import restore
 from gear_loader.integrations.transfer_queue_rows import Rows
 from gear_loader.storage.table import Table
@@ -51,7 +57,7 @@ except ImportError as error:
         name="transfer_queue",
     ) from error
 
-__all__ = ["GearStorageClient", "GearStorageManager", "Options", "start"]
+__all__ = ["BackendOptions", "GearStorageClient", "GearStorageManager", "start"]
 
 NAME = "GearLoader"
 _NAMESPACE = "transfer_queue"
@@ -60,16 +66,16 @@ _INLINE = 1 << 20
 _SECONDS = 30.0
 
 
-class _Store:
+class _Backend:
     """The rows of a table on this machine, or on another.
 
     Args:
         options: with an address.
     """
 
-    def __init__(self, options: Options) -> None:
-        address: Address = options.address
-        if not isinstance(address, Address):
+    def __init__(self, options: BackendOptions) -> None:
+        address: TableAddress = options.address
+        if not isinstance(address, TableAddress):
             raise GearError(
                 f"backend.{NAME} has no address of a table; expected that gear_loader.integrations.transfer_queue was "
                 "imported in the process that called transfer_queue.init first."
@@ -120,7 +126,7 @@ class GearStorageManager(StorageManager):
     """
 
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
-        self._store = _Store(Options.of(config))
+        self._store = _Backend(BackendOptions.of(config))
         super().__init__(controller_info, config, zmq_context=zmq_context)
 
     async def put_data(
@@ -233,12 +239,12 @@ class GearStorageClient(StorageKVClient):
     A new controller is not told of what was stored this way.
 
     Args:
-        config: with the entries of `Options`, and ``client_name``.
+        config: with the entries of `BackendOptions`, and ``client_name``.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(dict(config))
-        self._store = _Store(Options.of({k: v for k, v in config.items() if k != "client_name"}))
+        self._store = _Backend(BackendOptions.of({k: v for k, v in config.items() if k != "client_name"}))
 
     def put(self, keys: list[str], values: list[Any]) -> None:
         """Store values."""
@@ -290,7 +296,7 @@ def start(conf: Any) -> dict[str, Any]:
 
     TransferQueue calls it, in the process that calls `transfer_queue.init` first.
     """
-    options = Options.of(conf.backend.get(NAME))
+    options = BackendOptions.of(conf.backend.get(NAME))
     name = f"GearLoader-{options.name}"
     owner = _started(options, name)
     address = ray.get(owner.address.remote())
@@ -300,9 +306,9 @@ def start(conf: Any) -> dict[str, Any]:
     return {"owner": owner}
 
 
-def _started(options: Options, name: str) -> Any:
+def _started(options: BackendOptions, name: str) -> Any:
     node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    made = ray.remote(Owner).options(
+    made = ray.remote(TableOwner).options(
         name=name,
         namespace=_NAMESPACE,
         num_cpus=0,

@@ -22,7 +22,7 @@ SCALAR, ROWS, SHAPED, OBJECT = "scalar", "rows", "shaped", "object"
 _TENSOR, _ARRAY, _NUMBER, _TUPLE, _INT = range(1, 6)  # extension types of msgpack
 
 
-class Field(NamedTuple):
+class SampleField(NamedTuple):
     """What the values of a field are.
 
     Attributes:
@@ -41,14 +41,14 @@ class Field(NamedTuple):
         return dtype_of(self.dtype).itemsize if self.kind in (SCALAR, ROWS) else 1
 
 
-class Values(NamedTuple):
+class FieldValues(NamedTuple):
     """The values of a field of n samples.
 
     Attributes:
         field: what they are. addresses, sizes: int64 [n], of the bytes of each. hold: owner of that memory.
     """
 
-    field: Field
+    field: SampleField
     addresses: Array
     sizes: Array
     hold: object
@@ -62,18 +62,20 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def described(fields: Sequence[Field]) -> tuple[int, bytes]:
+def described(fields: Sequence[SampleField]) -> tuple[int, bytes]:
     """A number for a set of fields, the same in every process, and the text that `read_description` takes."""
     text: bytes = msgpack().packb([list(field) for field in fields])
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1, text
 
 
-def read_description(text: bytes) -> tuple[Field, ...]:
+def read_description(text: bytes) -> tuple[SampleField, ...]:
     """The fields of a text of `described`."""
-    return tuple(Field(name, kind, dtype, tuple(rest)) for name, kind, dtype, rest in msgpack().unpackb(text))
+    return tuple(
+        SampleField(name, kind, dtype, tuple(rest)) for name, kind, dtype, rest in msgpack().unpackb(text)
+    )
 
 
-def values_of(name: str, given: Any) -> Values:
+def values_of(name: str, given: Any) -> FieldValues:
     """The bytes of the values of one field.
 
     Args:
@@ -95,7 +97,7 @@ def values_of(name: str, given: Any) -> Values:
     tensors = [each for each in given if isinstance(each, torch.Tensor)]
     if tensors and len(tensors) == len(given) and len({each.dtype for each in tensors}) == 1:
         return _tensors(name, [_plain(each) for each in tensors])
-    return _pieces(Field(name, OBJECT), [packed(each, name) for each in given])
+    return _pieces(SampleField(name, OBJECT), [packed(each, name) for each in given])
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,48 +108,48 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dense(name: str, tensor: torch.Tensor) -> Values:
+def _dense(name: str, tensor: torch.Tensor) -> FieldValues:
     tensor = _plain(tensor)
     count, rest = len(tensor), tuple(tensor.shape[2:])
     size = tensor[0].nbytes if count else 0
     if tensor.ndim > 1 and not torch.Size(rest).numel():  # rows without bytes, which cannot be counted
         return _tensors(name, list(tensor))
-    field = Field(name, ROWS if tensor.ndim > 1 else SCALAR, _name(tensor.dtype), rest)
+    field = SampleField(name, ROWS if tensor.ndim > 1 else SCALAR, _name(tensor.dtype), rest)
     addresses = tensor.data_ptr() + np.arange(count, dtype=np.int64) * size
-    return Values(field, addresses, np.full(count, size, dtype=np.int64), tensor)
+    return FieldValues(field, addresses, np.full(count, size, dtype=np.int64), tensor)
 
 
-def _jagged(name: str, tensor: Any) -> Values:
+def _jagged(name: str, tensor: Any) -> FieldValues:
     values, offsets = _plain(tensor.values()), tensor.offsets().cpu().numpy()
     rest = tuple(values.shape[1:])
     size = torch.Size(rest).numel() * values.element_size()
     if not size:
         return _tensors(name, [values[i:j] for i, j in itertools.pairwise(offsets)])
-    field = Field(name, ROWS, _name(values.dtype), rest)
-    return Values(field, values.data_ptr() + offsets[:-1] * size, np.diff(offsets) * size, values)
+    field = SampleField(name, ROWS, _name(values.dtype), rest)
+    return FieldValues(field, values.data_ptr() + offsets[:-1] * size, np.diff(offsets) * size, values)
 
 
-def _tensors(name: str, tensors: list[torch.Tensor]) -> Values:
+def _tensors(name: str, tensors: list[torch.Tensor]) -> FieldValues:
     first = tensors[0]
     shapes = {tuple(each.shape[1:]) for each in tensors}
     ranks = {each.ndim for each in tensors}
     if len(ranks) > 1:
-        return _pieces(Field(name, OBJECT), [packed(each, name) for each in tensors])
+        return _pieces(SampleField(name, OBJECT), [packed(each, name) for each in tensors])
     if len(shapes) > 1 or (first.ndim and not first[:0].numel() and not torch.Size(first.shape[1:]).numel()):
-        field = Field(name, SHAPED, _name(first.dtype), (first.ndim,))
+        field = SampleField(name, SHAPED, _name(first.dtype), (first.ndim,))
         heads = [np.array(each.shape, dtype=np.int64).tobytes() for each in tensors]
         return _pieces(field, [a + _bytes(b) for a, b in zip(heads, tensors, strict=True)])
-    field = Field(name, ROWS, _name(first.dtype), next(iter(shapes)))
+    field = SampleField(name, ROWS, _name(first.dtype), next(iter(shapes)))
     if not first.ndim:
-        field = Field(name, SCALAR, _name(first.dtype))
+        field = SampleField(name, SCALAR, _name(first.dtype))
     addresses: Array = np.array([each.data_ptr() for each in tensors], dtype=np.int64)
-    return Values(field, addresses, np.array([each.nbytes for each in tensors], dtype=np.int64), tensors)
+    return FieldValues(field, addresses, np.array([each.nbytes for each in tensors], dtype=np.int64), tensors)
 
 
-def _pieces(field: Field, pieces: Sequence[bytes]) -> Values:
+def _pieces(field: SampleField, pieces: Sequence[bytes]) -> FieldValues:
     sizes: Array = np.array([len(piece) for piece in pieces], dtype=np.int64)
     data: Array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
-    return Values(field, data.ctypes.data + np.cumsum(sizes) - sizes, sizes, data)
+    return FieldValues(field, data.ctypes.data + np.cumsum(sizes) - sizes, sizes, data)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -224,7 +226,7 @@ def _nothing(name: str, shape: Sequence[int]) -> torch.Tensor:
 # ---------------------------------------------------------------- reading
 
 
-def joined(field: Field, data: torch.Tensor, offsets: Array) -> torch.Tensor:
+def joined(field: SampleField, data: torch.Tensor, offsets: Array) -> torch.Tensor:
     """The values of `SCALAR` or `ROWS` of n samples, one after another: ``[n]``, or a jagged ``[n, j, *rest]``.
 
     Args:
@@ -244,7 +246,7 @@ def joined(field: Field, data: torch.Tensor, offsets: Array) -> torch.Tensor:
     )
 
 
-def value_of(field: Field, data: torch.Tensor) -> Any:
+def value_of(field: SampleField, data: torch.Tensor) -> Any:
     """One value; data: uint8 [bytes]."""
     if field.kind == OBJECT:
         return unpacked(data.numpy())

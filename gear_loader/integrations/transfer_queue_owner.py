@@ -29,7 +29,7 @@ _SAVED = "gear_loader"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class BackendOptions:
     """The entries of ``backend.GearLoader`` in the configuration of TransferQueue.
 
     Attributes:
@@ -54,7 +54,7 @@ class Options:
     address: Any = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Options:
+    def of(cls, given: Mapping[str, Any] | None) -> BackendOptions:
         """Of a section of the configuration.
 
         Raises:
@@ -72,7 +72,7 @@ class Options:
         return made
 
 
-class Address:
+class TableAddress:
     """Where the table of a TransferQueue is. It is part of the configuration that TransferQueue sends to its processes,
     so that they import this package, and with it the back end. (A dataclass would become a plain mapping there.)
 
@@ -90,7 +90,7 @@ def this_machine() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def open_table(options: Options) -> Table:
+def open_table(options: BackendOptions) -> Table:
     """Create the table, attach to it, or recover it from the disk, whichever there is.
 
     Raises:
@@ -115,14 +115,14 @@ def open_table(options: Options) -> Table:
     )
 
 
-class Owner:
+class TableOwner:
     """The actor.
 
     Args:
         options: of the configuration. actor: its own name.
     """
 
-    def __init__(self, options: Options, actor: str) -> None:
+    def __init__(self, options: BackendOptions, actor: str) -> None:
         self._options, self._actor = options, actor
         self.table = open_table(options)
         self._rows = Rows(self.table)
@@ -136,9 +136,9 @@ class Owner:
         with contextlib.suppress(RegionError), Table.attach(self._options.name) as table:
             table.unlink()
 
-    def address(self) -> Address:
+    def address(self) -> TableAddress:
         """Where the table is."""
-        return Address(self._options.name, self._actor, this_machine())
+        return TableAddress(self._options.name, self._actor, this_machine())
 
     def samples(self) -> list[Samples]:
         """What is in the table; of each sample its name, and the sizes of its values."""

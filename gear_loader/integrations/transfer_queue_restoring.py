@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from gear_loader.integrations.transfer_queue_fields import OBJECT, ROWS, SCALAR, Field, dtype_of, unpacked
+from gear_loader.integrations.transfer_queue_fields import (
+    OBJECT,
+    ROWS,
+    SCALAR,
+    SampleField,
+    dtype_of,
+    unpacked,
+)
 from gear_loader.integrations.transfer_queue_rows import Samples
 from gear_loader.utils.arrays import Array
 
@@ -63,7 +70,7 @@ def _add(controller: Any, partition: str, samples: Samples, at: list[int], names
             status.custom_meta[row] = tag
 
 
-def _schema_of(field: Field, sizes: Array, rows: list[int]) -> dict[str, Any]:
+def _schema_of(field: SampleField, sizes: Array, rows: list[int]) -> dict[str, Any]:
     """As `transfer_queue.metadata.extract_field_schema` describes a field."""
     if field.kind == OBJECT:
         return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}

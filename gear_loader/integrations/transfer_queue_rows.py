@@ -24,8 +24,8 @@ from gear_loader.errors import StaleIndexError
 from gear_loader.integrations.transfer_queue_fields import (
     ROWS,
     SCALAR,
-    Field,
-    Values,
+    FieldValues,
+    SampleField,
     described,
     joined,
     read_description,
@@ -58,14 +58,14 @@ class Samples(NamedTuple):
         sizes: int64 [n, F], bytes of each value.
     """
 
-    fields: tuple[Field, ...]
+    fields: tuple[SampleField, ...]
     rows: Array
     names: list[bytes]
     sizes: Array
 
 
 class _Set(NamedTuple):
-    fields: tuple[Field, ...]
+    fields: tuple[SampleField, ...]
     steps: dict[str, int]
 
 
@@ -119,7 +119,7 @@ class Rows:
         return True
 
     def _once(self, name: str, slots: Array) -> Array:
-        """Values of a column per trajectory, int64 [n]."""
+        """FieldValues of a column per trajectory, int64 [n]."""
         engine = self.table._engine
         data, arrays = engine.region.column(name), engine.index.arrays
         blocks = arrays.block_ids[np.clip(arrays.extent[slots, 1], 0, len(arrays.block_ids) - 1)]
@@ -164,7 +164,7 @@ class Rows:
 
     # ---------------------------------------------------------------- writing
 
-    def put(self, rows: Array, values: Sequence[Values], names: Sequence[bytes]) -> None:
+    def put(self, rows: Array, values: Sequence[FieldValues], names: Sequence[bytes]) -> None:
         """Store fields of samples; when it returns, every process reads them.
 
         Args:
@@ -195,7 +195,7 @@ class Rows:
         old: Array = np.unique(np.concatenate(found))
         return old[old >= 0]
 
-    def _store(self, rows: Array, number: int, names: Sequence[bytes], values: Sequence[Values]) -> None:
+    def _store(self, rows: Array, number: int, names: Sequence[bytes], values: Sequence[FieldValues]) -> None:
         engine = self.table._engine
         count, width = len(rows), 1 + len(values)
         lengths = np.array([len(name) for name in names], dtype=np.int64)
@@ -310,7 +310,7 @@ class _Wanted(NamedTuple):
         places: int64 [n], trajectories of the snapshot. steps: int64 [n], theirs.
     """
 
-    kinds: list[Field]
+    kinds: list[SampleField]
     which: Array
     places: Array
     steps: Array
@@ -331,7 +331,7 @@ class _Wanted(NamedTuple):
         return [value_of(self.kinds[kind], data[i:j]) for i, j, kind in bounds]
 
 
-def _set_of(fields: tuple[Field, ...]) -> _Set:
+def _set_of(fields: tuple[SampleField, ...]) -> _Set:
     return _Set(fields, {field.name: i for i, field in enumerate(fields, 1)})
 
 

@@ -118,7 +118,7 @@ def test_a_run_that_is_killed_whole_and_its_machines_memory_lost(tmp_path: Path)
     os.unlink(region_path(name))
     try:
         second = subprocess.run(
-            [*command, "yes"], capture_output=True, text=True, env=ENVIRONMENT, timeout=240
+            [*command, "yes"], capture_output=True, text=True, env=ENVIRONMENT, timeout=280
         )
         assert second.stdout.endswith("all there\n"), second.stdout[-1000:] + second.stderr[-3000:]
     finally:
