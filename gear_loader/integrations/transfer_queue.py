@@ -30,7 +30,6 @@ from gear_loader.errors import GearError, RegionError
 from gear_loader.integrations.transfer_queue_fields import packed, values_of
 from gear_loader.integrations.transfer_queue_owner import (
     BackendOptions,
-    TableAddress,
     TableOwner,
     rows_of,
     this_machine,
@@ -64,6 +63,19 @@ _NAMESPACE = "transfer_queue"
 _INLINE = 1 << 20
 """Bytes up to which a copy is made in the event loop: handing it to a thread takes longer."""
 _SECONDS = 30.0
+
+
+class TableAddress:
+    """Where the table of a TransferQueue is. It is part of the configuration that TransferQueue sends to its processes,
+    so that they import this module, and with it the back end. (A dataclass would become a plain mapping there.)
+
+    Attributes:
+        table: its name in shared memory. actor: name of the owner, in the namespace ``transfer_queue``.
+        machine: `this_machine` of the owner.
+    """
+
+    def __init__(self, table: str, actor: str, machine: str) -> None:
+        self.table, self.actor, self.machine = table, actor, machine
 
 
 class _Backend:
@@ -299,7 +311,7 @@ def start(conf: Any) -> dict[str, Any]:
     options = BackendOptions.of(conf.backend.get(NAME))
     name = f"GearLoader-{options.name}"
     owner = _started(options, name)
-    address = ray.get(owner.address.remote())
+    address = TableAddress(options.name, name, ray.get(owner.machine.remote()))
     conf.backend[NAME] = {**(conf.backend.get(NAME) or {}), "address": address}
     controller = ray.get_actor("TransferQueueController", namespace=_NAMESPACE)
     ray.get(controller.__ray_call__.remote(restore, ray.get(owner.samples.remote())))
@@ -320,7 +332,7 @@ def _started(options: BackendOptions, name: str) -> Any:
     deadline = time.monotonic() + _SECONDS
     while True:
         try:
-            return made.remote(options, name)
+            return made.remote(options)
         except ValueError:  # that of a queue which was closed just now has not ended yet
             if time.monotonic() > deadline:
                 raise

@@ -72,19 +72,6 @@ class BackendOptions:
         return made
 
 
-class TableAddress:
-    """Where the table of a TransferQueue is. It is part of the configuration that TransferQueue sends to its processes,
-    so that they import this package, and with it the back end. (A dataclass would become a plain mapping there.)
-
-    Attributes:
-        table: its name in shared memory. actor: name of the owner, in the namespace ``transfer_queue``.
-        machine: `this_machine` of the owner.
-    """
-
-    def __init__(self, table: str, actor: str, machine: str) -> None:
-        self.table, self.actor, self.machine = table, actor, machine
-
-
 def this_machine() -> str:
     """What processes that share memory have in common, as far as it can be told."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -119,11 +106,11 @@ class TableOwner:
     """The actor.
 
     Args:
-        options: of the configuration. actor: its own name.
+        options: of the configuration.
     """
 
-    def __init__(self, options: BackendOptions, actor: str) -> None:
-        self._options, self._actor = options, actor
+    def __init__(self, options: BackendOptions) -> None:
+        self._options = options
         self.table = open_table(options)
         self._rows = Rows(self.table)
 
@@ -136,9 +123,9 @@ class TableOwner:
         with contextlib.suppress(RegionError), Table.attach(self._options.name) as table:
             table.unlink()
 
-    def address(self) -> TableAddress:
-        """Where the table is."""
-        return TableAddress(self._options.name, self._actor, this_machine())
+    def machine(self) -> str:
+        """`this_machine` of the owner."""
+        return this_machine()
 
     def samples(self) -> list[Samples]:
         """What is in the table; of each sample its name, and the sizes of its values."""
