@@ -167,6 +167,8 @@ _PARTS = {
     "RemoteOrigin": ("transport.remote_dataset", "RemoteOrigin"),
     "Sampled": ("storage.engine", "Sampled"),
     "SharedEpochs": ("transport.learner", "SharedEpochs"),
+    "ShardsDataset": ("transport.shards_dataset", "ShardsDataset"),
+    "ShardsOrigin": ("transport.shards_dataset", "ShardsOrigin"),
     "TierFiles": ("checkpoint.tier_reader", "FileReader"),
     "connect_through_ray": ("integrations.ray", "connect"),
     "create_on_disk": ("checkpoint.behind", "create"),

@@ -321,12 +321,18 @@ def convert(
         str,
         typer.Argument(
             metavar="TO",
-            help="As gear_loader.Table.export takes it: parquet:PATH, hf:FOLDER, npz:FOLDER, minari:ID.",
+            help="As gear_loader.Table.export takes it: parquet:PATH, hf:, npz: or lerobot:FOLDER, minari:ID.",
         ),
     ],
     column: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[=COLUMN]", help="A column, or its name there and here; by default all."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="An option of the format, such as fps=30 of LeRobot: text, or JSON."
+        ),
     ] = None,
 ) -> None:
     """Write a table or data set as a data set of another format."""
@@ -334,13 +340,25 @@ def convert(
     from gear_loader.look.summary import opened
 
     columns = {name: here or name for name, _, here in (each.partition("=") for each in column or ())}
+    options = {
+        name: _json_or_text(value) for name, _, value in (each.partition("=") for each in option or ())
+    }
+    if "columns" in options or not all(name.isidentifier() for name in options):
+        raise typer.BadParameter(f"--option {option} was given; expected NAME=VALUE, such as fps=30.")
     try:
         with opened(source, None) as table:
-            table.export(target, columns=columns or None)
+            table.export(target, columns=columns or None, **options)
             typer.echo(f"Written: {target} ({len(table):,} episodes, {table.num_steps:,} steps)")
     except (GearError, OSError, ImportError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 # ---------------------------------------------------------------- rm

@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 
 import gear_loader as gear
-from gear_loader.sources import Episode
+from gear_loader.sources import Episode, EpisodeReader
 
 LENGTHS = (3, 1, 7, 64, 65, 2)
 
@@ -84,6 +84,37 @@ def same_episodes(left: Iterable[Mapping[str, Any]], right: Iterable[Mapping[str
             assert set(one.final) == set(other.final)
             for name in one.final:
                 same(one.final[name], other.final[name])
+
+
+def read_in_parts(reader: EpisodeReader) -> None:
+    """`EpisodeReader.between` reads what iteration gives, from any episode on, and `starts` are some of them."""
+    whole, count = list(reader), len(reader)
+    places = sorted({0, 1, count // 2, count - 1, *reader.starts.tolist()})
+    for first in places:
+        for last in {first, min(first + 1, count), *places, count}:
+            found, expected = list(reader.between(first, last)), whole[first:last]
+            assert len(found) == len(expected)
+            for one, other in zip(found, expected, strict=True):
+                assert list(one) == list(other)
+                assert one.final.keys() == other.final.keys()
+                for name in one:
+                    _equal(one[name], other[name])
+                for name in one.final:
+                    _equal(one.final[name], other.final[name])
+    assert reader.starts[0] == 0
+    assert (np.diff(reader.starts) > 0).all()
+    assert reader.starts[-1] < count
+
+
+def _equal(one: Any, other: Any) -> None:
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        for each, another in zip(one, other, strict=True):
+            _equal(each, another)
+    elif isinstance(one, (np.ndarray, torch.Tensor)):
+        same(one, other)
+    else:
+        assert one == other
 
 
 def contents(table: gear.Table) -> list[dict[str, torch.Tensor]]:

@@ -38,6 +38,7 @@ from options_common import nested
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
+from gear_loader.collection.padded import PaddedHost
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.errors import SchemaError, TableClosedError, TableEmptyError
 
@@ -61,7 +62,8 @@ def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
 
 @pytest.fixture(params=["thread", "stream"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How batches are prepared ahead: by a thread, or by the caller as for a GPU (here with nothing asynchronous)."""
+    """How batches are prepared ahead: by a thread, or by the caller, as for a GPU (here with nothing asynchronous)."""
+    monkeypatch.setattr(PaddedHost, "is_quick", lambda *_: False)
     if request.param == "stream":
         monkeypatch.setattr(Prefetcher, "_ahead_in_thread", Prefetcher._ahead_on_stream)
     return request.param

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting_common import wait_until
@@ -127,6 +128,35 @@ def test_multi_node(tmp_path: Path) -> None:
     shown = run(*launch, *options.split(), cwd=tmp_path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     assert "4 ranks on 2 nodes, 16 trajectories, rows of other nodes by socket" in shown
     assert "Checked: the loss curve is that of one process." in shown
+
+
+@pytest.mark.long
+def test_preemptible(tmp_path: Path) -> None:
+    """A rank is killed, then the job is told to end, and then it goes on with fewer ranks."""
+    log, torchrun = tmp_path / "log", [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    job = [str(EXAMPLES / "preemptible.py"), "--folder", str(tmp_path / "run"), "--batches"]
+
+    def said(text: str) -> Any:
+        return lambda: log.read_text("utf-8").count(text) == 3
+
+    with open(log, "w") as out:
+        command = [*torchrun, "--nproc-per-node", "3", "--max-restarts", "1", *job, "1000", "--pause", "0.2"]
+        running = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
+        try:
+            wait_until(said("saved batch 20,"), patience=120)
+            children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+            ranks = [pid for pid in children if "preemptible" in Path(f"/proc/{pid}/cmdline").read_text()]
+            os.kill(int(ranks[1]), signal.SIGKILL)
+            wait_until(said("attached to 50 trajectories, batch 20"), patience=120)
+            running.terminate()
+            running.wait(60)
+        finally:
+            running.kill()
+            running.wait()
+    (batch,) = set(re.findall(r"saved batch (\d+),", log.read_text("utf-8"))) - {"20"}
+    shown = run(*torchrun[1:], "--nproc-per-node", "2", *job, int(batch) + 3, cwd=tmp_path)
+    assert shown.count(f"loaded 75 trajectories, batch {batch}") == 2
+    assert shown.count(f"saved batch {int(batch) + 3},") == 2
 
 
 @pytest.mark.long

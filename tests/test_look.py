@@ -129,3 +129,12 @@ def test_a_data_set_is_converted(saved: Path, tmp_path: Path) -> None:
     assert parquet.read_table(target).column_names == ["episode_index", "frame_index", "text", "s"]
     code, output = run("convert", str(saved), str(target))
     assert (code, "is there already" in output) == (1, True)
+    for words, message in (
+        (["compression=3x"], "3x"),
+        (["file_bytes=0"], "file_bytes"),
+        (["speed=1"], "'speed'"),
+    ):
+        code, output = run("convert", str(saved), f"parquet:{tmp_path}/b", "--option", *words)
+        assert (code, message in output) == (1, True), output
+    code, output = run("convert", str(saved), f"parquet:{tmp_path}/b", "--option", 'compression="none"')
+    assert code == 0, output

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"docs/from-sb3.md": ["stable_baselines3"], "docs/from-torchrl.md": ["torchrl", "tensordict"]}
-NEEDS["docs/other-libraries.md"], NEEDS["docs/data.md"] = ["minari"], ["pyarrow", "msgpack", "h5py"]
+NEEDS["docs/other-libraries.md"], NEEDS["docs/data.md"] = ["minari"], ["datasets", "msgpack", "h5py"]
 IN_ORDER = ["docs/datasets.md", "docs/from-reverb.md", "docs/graph-serving.md", "docs/hindsight.md"]
 IN_ORDER += ["docs/tables.md", "docs/transforms.md", *NEEDS]
 ALONE = ["README.md", "docs/index.md", "docs/sequences.md"]

@@ -4,7 +4,7 @@ Three parts, added up:
 
 work      what one rank computes, in processor time. Measured here: `GlobalSelection` draws batches as one of W ranks,
           and what the others would send is made up by `Played`; the time that this takes does not count.
-messages  bytes of the messages. Computed by the functions that make them (`Message.size_of`, `Exchange`'s head).
+messages  bytes of the messages. Computed by the functions that make them (`message_bytes`, `Exchange`'s head).
 network   what it takes to exchange them. Computed from a cost a message, alpha, and a cost a byte, beta. Those of the
           loopback device are fitted to the rows of ``multi-server``; of others they are assumed, see `NETWORKS`.
 
@@ -34,10 +34,12 @@ from benchmarks.harness import RESULTS
 from benchmarks.nodes import ranks
 from benchmarks.showing import grid, size
 from gear_loader.distributed import rank_exchange as exchanges
+from gear_loader.distributed import records
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.records import SUMMARY, UPDATE, Message, Outbox, record_dtype
+from gear_loader.distributed.records import SUMMARY, UPDATE, Outbox, record_dtype
 from gear_loader.distributed.remote import PART_BYTES
+from gear_loader.distributed.slices import by_node, contiguous
 from gear_loader.distributed.topology import MeshCoordinates
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.samplers import Draw
@@ -156,8 +158,8 @@ def message_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
     if selector in MERGED:
         rows = min(math.ceil(_MARGIN * batch) + _MORE, batch * world)
     head = exchanges._HEAD.size
-    fixed = Message.size_of(world, 1, 0, record, 0) + head
-    updates = Message.size_of(world, 1, 0, record, room) + head - fixed
+    fixed = records.message_bytes(world, 1, 0, record, 0) + head
+    updates = records.message_bytes(world, 1, 0, record, room) + head - fixed
     return {
         "fixed": fixed,
         "updates": updates,
@@ -185,23 +187,21 @@ class Played(SingleProcess):
         pool["time"] = np.cumsum(np.random.default_rng(3).exponential(size=len(pool))) / mass
         self._pool = pool
 
-    def all_to_all(
-        self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
-    ) -> list[Array]:
+    def all_to_all(self, data: Array, outs: Array, ins: Array, failure: BaseException | None = None) -> Array:
         began = time.thread_time()
         if failure is not None:
             raise failure
-        answers = [parts[0]]
         updates = Outbox(list(range(self.size)), self.size).capacity(self.batch) * UPDATE.itemsize
-        for count in sizes[1:]:
-            message = np.zeros(count, dtype=np.uint8)
-            at = self._first + self._summary.nbytes
+        answer: Array = np.zeros(ins.sum(), dtype=np.uint8)
+        answer[: ins[0]] = data[: outs[0]]
+        at = self._first + self._summary.nbytes
+        for end, count in zip(np.cumsum(ins)[1:].tolist(), ins[1:].tolist(), strict=True):
+            message = answer[end - count : end]
             message[self._first : at] = self._summary.view(np.uint8)
             rows = (count - at - updates) // self._record.itemsize
             message[at : at + rows * self._record.itemsize] = self._pool[:rows].view(np.uint8)
-            answers.append(message)
         self.took += time.thread_time() - began
-        return answers
+        return answer
 
 
 def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, batches: int = 5) -> float:
@@ -221,6 +221,7 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
         places = [MeshCoordinates(rank, 0) for rank in range(world)]
         told: dict[str, Any] = {"num_shards": world, "num_slices": world, "num_stages": 1, "block_steps": {}}
         told |= {"leads": list(range(world)), "places": places, "place": places[0], "own": {0: table}}
+        told |= {"nodes": np.arange(world) // 8}
         shards: Any = types.SimpleNamespace(**told, lost=list, exchange=played, cache=None)
         context = SelectionContext(table, chosen, "last", None)
         selection = GlobalSelection(context, shards, played, history=4, reach=None)
@@ -234,6 +235,14 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
             selection.draw(draw, selection.new_ticket())
             taken.append(time.thread_time() - began - (played.took - before))
         return float(np.median(taken[2:]))
+
+
+def rows_away(world: int, batch: int, group: int, *, local: bool) -> float:
+    """The share of rows that lie on another node than the rank that gets them; shards are of one size."""
+    nodes = np.arange(world) // group
+    shards = np.random.default_rng(7).integers(world, size=world * batch)
+    slices = by_node(nodes[shards], nodes) if local else contiguous(len(shards), world)
+    return float((nodes[shards[slices.rows]] != nodes[slices.number]).mean())
 
 
 def command(
@@ -358,6 +367,10 @@ def _resources(numbers: Sequence[int], batch: int, group: int) -> Table:
         "state_dict by priority, on each rank": lambda world: size(20 * _SHARD * world),
     }
     found = {name: [cell(world) for world in numbers] for name, cell in of.items()}
+    for name, local in (("as they come", False), ("prefer_local", True)):
+        found[f"rows of other nodes, {name}"] = [
+            f"{rows_away(world, 256, group, local=local):.1%}" for world in numbers
+        ]
     for name in ("W1", "W2"):
         row = ranks.WORKLOADS[name].row_bytes
         one = {world: min(PART_BYTES, batch * row / (world * hit[world])) for world in numbers}

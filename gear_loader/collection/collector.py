@@ -97,11 +97,12 @@ class TableSource:
         others = {name: each for name, each in mover.ragged.items() if name not in grouped}
         records_alone = not grouped and only_records(self.only, others)
         shown = buffers.some(count, others) if records_alone else buffers.rows(count)
-        buffers.ragged = read_ragged(self.only, others, shown, pinned=mover.pinned)
+        where = {"pinned": mover.pinned, "device": mover.decodes_on}
+        buffers.ragged = read_ragged(self.only, others, shown, **where)
         if grouped:
             leaders = torch.from_numpy(buffers.leaders)
             leading = {name: shown[name][leaders] for name in ("index", *grouped)}
-            buffers.ragged |= read_ragged(self.only, grouped, leading, pinned=mover.pinned)
+            buffers.ragged |= read_ragged(self.only, grouped, leading, **where)
 
 
 class _Staged(RowMover):
@@ -199,6 +200,10 @@ class Collector:
         """Whether `gather` waits for other processes, or lets the CPU gather, so that a thread should call it."""
         return self.source.waits or not isinstance(self.mover, CudaMover)
 
+    def is_quick(self, count: int) -> bool:
+        """See `RowMover.is_quick`."""
+        return not self.source.waits and self.mover.is_quick(count)
+
     @property
     def regions(self) -> list[Region]:
         """The memory that a GPU may read for a batch."""
@@ -248,6 +253,7 @@ def collector_for(
     programs: int | None = None,
     stream_priority: int = 0,
     zero_copy: bool | None = None,
+    decode: bool = False,
 ) -> Collector:
     """Compose a collector.
 
@@ -259,6 +265,7 @@ def collector_for(
         programs: size of the kernels' grids, see `gear_loader.kernels.gather`; of a table on a GPU all multiprocessors.
         stream_priority: as for `Collector`.
         zero_copy: whether the device reads the tables; None to pin the only one, unless it lies on a GPU.
+        decode: whether a GPU decodes jpegs.
     """
     tables, pinning = source.tables, False
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
@@ -276,6 +283,7 @@ def collector_for(
             pinned=on_gpu,
             only=None if here is not None else source.only,
             arrays=arrays,
+            decodes_on=device if on_gpu and decode else None,
         )
 
     host, staged = on_host(arrays=True), only_host_gathers(tables[0].schema, windows)

@@ -26,8 +26,10 @@ class RowMover:
         staging: memory of rows on their way into a batch.
         zero_copy: whether a GPU reads the tables itself. pinned: whether batches lie in pinned memory.
         ragged: windows of which it copies ragged values, and what these are.
+        decodes_on: the GPU that decodes jpegs among them; None for the CPU.
     """
 
+    decodes_on: torch.device | None = None
     zero_copy = pinned = False
     layout: Any
     ragged: Mapping[str, Values] = {}
@@ -36,6 +38,10 @@ class RowMover:
     def buffers(self, *, shared: bool = False) -> Any:
         """New buffers for one batch; `shared`: in shared memory."""
         raise NotImplementedError
+
+    def is_quick(self, count: int) -> bool:
+        """Whether a batch of `count` rows is filled in less time than a thread takes to hand it over."""
+        return False
 
     def run(self, buffers: Any, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
         """Let `read` fill the buffers, by this mover; see `Collector.gather`."""
@@ -95,12 +101,19 @@ class HostMover(RowMover):
         layout: of the batches. pinned: whether they lie in pinned memory, from which a GPU gets copies.
         only: the table of all rows, so that a small batch may be gathered under its lock; None for several.
         arrays: whether it copies arrays of ragged columns; else text alone, and a GPU reads the arrays.
+        decodes_on: as of `RowMover`.
     """
 
     def __init__(
-        self, layout: Any, *, pinned: bool = False, only: Table | None = None, arrays: bool = True
+        self,
+        layout: Any,
+        *,
+        pinned: bool = False,
+        only: Table | None = None,
+        arrays: bool = True,
+        decodes_on: torch.device | None = None,
     ) -> None:
-        self.layout, self.pinned, self.only = layout, pinned, only
+        self.layout, self.pinned, self.only, self.decodes_on = layout, pinned, only, decodes_on
         self.ragged = {
             name: values for name, values in layout.ragged.items() if arrays or values.kind != "array"
         }

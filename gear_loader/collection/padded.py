@@ -16,6 +16,7 @@ from gear_loader.collection.conversions import Casts, converted_dtype
 from gear_loader.collection.movers import HostMover
 from gear_loader.collection.n_step import OUTPUTS, NStep, Returns, ReturnWindows, mark_returns
 from gear_loader.collection.plans import Output, locate_columns, window_columns
+from gear_loader.collection.ragged_values import RaggedBatch, only_records
 from gear_loader.collection.references import Arena, BatchReferences
 from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import (
@@ -34,7 +35,7 @@ from gear_loader.collection.windows import (
 from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import MASK, OUT, PLACE_OUT, PlacePlan
 from gear_loader.native import gathering, threads
-from gear_loader.storage.inline import InlineBatch
+from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.storage.selected_rows import Reach, SelectedRows
 from gear_loader.storage.table import Table
@@ -456,12 +457,31 @@ class PaddedHost(HostMover):
         memory = TensorMemory(torch.device("cpu"), shared, self.pinned, arena)
         made = self.kind(self.layout, memory, self)
         made.allocate_values(memory)
-        if self.only is not None and not self.pinned and not self.layout.ragged:
+        values = None
+        if self.only is not None and self.ragged and only_records(self.only, self.ragged):
+            values = RaggedBatch.of(self.only, self.ragged, made.batch)
+        if self.only is not None and not self.pinned and (values is not None or not self.layout.ragged):
             weights = np.empty(0, dtype=np.float32) if made.values.weights is None else made.values.weights
             columns, spans, returns = made.columns_of(self.only), self.layout.spans, self.layout.has_returns
             names, row_bytes = made.values.names, self.layout.row_bytes
-            made.inline = InlineBatch(columns, names, weights, row_bytes, spans, returns)
+            made.inline = InlineBatch(columns, names, weights, row_bytes, spans, returns, values)
         return made
+
+    def is_quick(self, count: int) -> bool:
+        layout, row_bytes = self.layout, self.layout.row_bytes
+        if self.only is None or self.pinned or self.only._engine.has_tier:
+            return False
+        if layout.ragged:  # of which the table has room for so many bytes a step
+            if not only_records(self.only, layout.ragged):
+                return False
+            region = self.only._engine.region.layout
+            counts = {True: region.max_trajectories, False: region.max_steps}
+            row_bytes += max(
+                region.payload // counts[layout.schema[source_of(name, each)].trajectory] * each.length
+                for name, each in layout.shown.items()
+                if name in layout.ragged
+            )
+        return count * row_bytes <= INLINE_BATCH_BYTES
 
     def fill(self, buffers: PaddedBuffers, table: Table, rows: SelectedRows) -> None:
         count = len(rows)

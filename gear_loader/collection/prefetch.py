@@ -25,6 +25,7 @@ from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.errors import GearError, LockTimeoutError
 from gear_loader.kernels.devices import on_device
 from gear_loader.storage.lock import LOCK_TIMEOUT
+from gear_loader.storage.queue_loops import MOST_ASKED
 from gear_loader.storage.ragged import Ragged
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.background import background_thread, is_ending, stop_at_end
@@ -85,7 +86,7 @@ class Prefetcher:
 
     On the CPU, and for a GPU that cannot read the region when the iteration begins, a thread fills them. Otherwise the
     consumer's request for batch i queues the work of batch i + prefetch on a side stream, which costs the host some
-    tens of microseconds.
+    tens of microseconds; on the CPU it fills small batches, for which a thread takes longer.
 
     Args:
         pool: pool of the buffers.
@@ -153,6 +154,8 @@ class Prefetcher:
         fill: Callable[[Buffers, Item], int],
         items: Iterator[Item],
         queue: Callable[..., bool] | None = None,
+        *,
+        alone: bool = False,
     ) -> Iterator[Batch]:
         """Yield a batch for each of `items`, in order.
 
@@ -160,8 +163,9 @@ class Prefetcher:
             fill: draws a batch, gathers it into the buffers and returns its number of rows.
             queue: as `Filler.queue`, tried first if the buffers can be filled so.
             items: second arguments of `fill`. A generator is closed if this ends, and no thread uses it.
+            alone: fill them in the calling thread; which are filled at a request is the same.
         """
-        if self._prefetch and self.collector.waits:
+        if self._prefetch and self.collector.waits and not alone:
             yield from self._ahead_in_thread(fill, items)
             return
         try:
@@ -183,6 +187,7 @@ class Prefetcher:
         ready, more = self._ready, True
         failure: Exception | None = None
         while ready or more:
+            self._check_process()
             refuse_capture(self.collector.device, "a batch")
             self._recycle()  # the consumer has asked for one more
             try:
@@ -354,7 +359,10 @@ class Prefetcher:
             with outside_inference(), self._on_stream(), contextlib.ExitStack() as used:
                 for region in self.collector.regions if self._stream is not None else ():
                     used.enter_context(region.using())
-                reading = [] if self._releaser is None else self._releaser.check(buffers)
+                reading = []
+                if self._releaser is not None:
+                    self._releaser.check()
+                    reading = self._releaser.readings(buffers)[0]
                 count = fill(buffers, item)
                 if reading and self._releaser is not None:
                     self._releaser.end(reading)
@@ -370,20 +378,22 @@ class Prefetcher:
         """Let `queue` fill buffers, and return their number of rows; 0 if it cannot.
 
         Neither PyTorch's current stream nor its modes matter: no tensor is made, and the driver is told the stream.
+        Captures of other threads go on: the call asks for events in the mode that allows it.
         """
-        releaser, device = self._releaser, self.collector.device
+        releaser = self._releaser
         if releaser is None or self._stream is None or self._copies:
             return 0
         batch, region = buffers.queued(self._stream), self.collector.regions[0]
         if batch is None or region.device_memory is not None:  # which has work of its own to come after
             return 0
-        with region.using(), beside_captures(device), on_device(device):
-            reading = releaser.check(buffers)
-            done = queue(buffers, item, batch)
-            if done:
-                buffers.was_queued()
-                releaser.end(reading)
-        return batch.count if done else 0
+        with region.using(), on_device(self.collector.device):
+            reading, earlier = releaser.readings(buffers)
+            batch.ask([each.event for each in earlier[:MOST_ASKED]])
+            if not queue(buffers, item, batch):
+                return 0
+            buffers.was_queued()
+            releaser.end(reading + earlier[: batch.num_read])
+        return batch.count
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from gear_loader.storage.payload import ArrayRead
 from gear_loader.storage.ragged import Values
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
 
 def read_ragged(
-    table: Table, columns: Mapping[str, Values], batch: Mapping[str, torch.Tensor], *, pinned: bool = False
+    table: Table,
+    columns: Mapping[str, Values],
+    batch: Mapping[str, torch.Tensor],
+    *,
+    pinned: bool = False,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Copy the values of a batch on the CPU, under the read ticket of its rows.
 
     Args:
         columns: windows that read ragged columns, and what the values are.
         batch: has their records, int64 ``[..., 2]``, and more unless `only_records`. pinned: copy into pinned memory.
+        device: as for `PayloadReader.read`.
 
     Returns:
         Name -> `Ragged` of the records' shape without the last dimension, or lists of text.
@@ -45,7 +52,7 @@ def read_ragged(
         shapes = [tuple(batch[name].shape[:-1]) for name in names]
         slots = batch["index"].numpy()[np.concatenate([rows_of(batch, shape) for shape in shapes])]
         records, shape = np.concatenate(numbers), shapes[0] if len(names) == 1 else (len(slots),)
-        read = reader.read(columns[names[0]], records, shape, slots=slots, pinned=pinned)
+        read = reader.read(columns[names[0]], records, shape, slots=slots, pinned=pinned, device=device)
         if len(names) == 1:
             found[names[0]] = read
             continue
@@ -75,3 +82,42 @@ def rows_of(batch: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> Array:
 def only_records(table: Table, columns: Mapping[str, Values]) -> bool:
     """Whether `read_ragged` needs nothing of a batch but the records."""
     return table._engine.payload.in_memory and all(values.kind == "array" for values in columns.values())
+
+
+class RaggedBatch:
+    """Reads arrays of ragged columns by the records in one batch's memory, each time these have been gathered.
+
+    Args:
+        read: of the columns. names: of the windows that read them.
+
+    Attributes:
+        found: name -> values of the batch that was read last.
+    """
+
+    def __init__(self, read: ArrayRead, names: Sequence[str]) -> None:
+        self._read, self._names = read, tuple(names)
+        self.found: dict[str, Any] = {}
+
+    @classmethod
+    def of(
+        cls, table: Table, columns: Mapping[str, Values], batch: Mapping[str, torch.Tensor]
+    ) -> RaggedBatch | None:
+        """Of whole batches in the memory of `batch`, to which the caller refers; None if records do not follow one
+        another. Other arguments as for `read_ragged`, arrays alone."""
+        given = [(values, batch[name]) for name, values in columns.items()]
+        if not all(records.is_contiguous() for _, records in given):
+            return None
+        return cls(ArrayRead(table._engine.payload, given), list(columns))
+
+    def read(self, counts: Sequence[int] | None = None) -> None:
+        """Read the values, under the read ticket of the batch; errors as of `read_ragged`.
+
+        Args:
+            counts: records of each column; by default all.
+        """
+        self.found = dict(zip(self._names, self._read.read(counts), strict=True))
+
+    def take(self) -> dict[str, Any]:
+        """What was read, to which nothing here refers any longer."""
+        found, self.found = self.found, {}
+        return found

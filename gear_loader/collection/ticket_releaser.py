@@ -52,6 +52,12 @@ class Reading:
     def __init__(self, buffers: Buffers, ticket: Any) -> None:
         self.buffers, self.ticket, self.since = buffers, ticket, time.monotonic()
 
+    @property
+    def event(self) -> int:
+        """Handle of the event that is recorded after the work."""
+        assert self.buffers.gpu is not None
+        return int(self.buffers.gpu.filled.cuda_event)
+
 
 class TicketReleaser:
     """Releases read tickets when the GPU has finished reading.
@@ -85,25 +91,30 @@ class TicketReleaser:
         """End the thread after it has released all tickets."""
         self._signals.put(None)
 
-    def check(self, buffers: Buffers) -> list[Reading]:
-        """Release the tickets of what the GPU has read. Does not wait for it.
+    def check(self) -> None:
+        """Release the tickets of what the GPU has read. Does not wait for it."""
+        while self._failure is None and (entry := self._oldest()) is not None:
+            if not self._release(entry, wait=False):
+                break
 
-        Returns:
-            What it still reads under `buffers`, for `end` after they have been filled again: filling waits for it, and
-            from then on their event tells nothing of it.
+    def readings(self, buffers: Buffers) -> tuple[list[Reading], list[Reading]]:
+        """What the GPU may still read under `buffers`, and under others, oldest first.
+
+        The first are for `end` after these buffers have been filled again: filling waits for the GPU, and from then on
+        their event tells nothing of it.
 
         Raises:
             GpuError: the GPU failed while reading.
         """
-        while self._failure is None and (entry := self._oldest()) is not None:
-            if not self._release(entry, wait=False):
-                break
         if self._failure is not None:
             raise GpuError(
                 f"cuda:{self._device} failed while it gathered an earlier batch: {self._failure} Its read tickets and "
                 "buffers stay reserved until this process ends. Start the process again."
             ) from self._failure
-        return [entry for entry in tuple(self._entries) if entry.buffers is buffers]
+        own, others = list[Reading](), list[Reading]()
+        for entry in tuple(self._entries):
+            (own if entry.buffers is buffers else others).append(entry)
+        return own, others
 
     def end(self, entries: list[Reading]) -> None:
         """Release the tickets of what the GPU has read meanwhile."""

@@ -37,8 +37,9 @@ class Filler:
         """
         draw, frozen = item
         if frozen is None and buffers.inline is not None and self._selection().fill(draw, buffers.inline):
-            if buffers.computed:
-                buffers.compute(draw.count)
+            if buffers.inline.values is not None:
+                buffers.ragged = buffers.inline.values.take()
+            buffers.compute(draw.count)
             return draw.count
         while True:
             try:

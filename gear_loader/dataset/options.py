@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,7 +27,7 @@ class Prefetch:
     """How many batches are prepared ahead, and how long their memory is kept: ``prefetch=gear.Prefetch(2, copy=True)``.
 
     Attributes:
-        batches: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
+        batches: batches prepared ahead, see `ReplayDataset`. 0 disables prefetching.
         keep: batches after which memory is reused; at least 1. See the validity of a batch in `ReplayDataset`.
         copy: whether each batch gets new memory: None only if references to earlier ones require it; True always, which
             costs a copy within GPU memory, or on the CPU an allocation per batch; False never.
@@ -60,17 +61,25 @@ class Gpu:
         stream_priority: of the side stream that prepares batches, as for `torch.cuda.Stream`: -1 gives its kernels the
             next free multiprocessors, before blocks of training kernels that are queued already. Beside products of
             matrices and a transformer on a H100 it made no difference.
+        decode: whether the GPU decodes jpegs of one shape (``codec="jpeg"``) of a `Table`, by torchvision (nvJPEG),
+            whose values are close to the CPU's. What it cannot decode, the CPU does. On the CPU it means nothing.
 
     Raises:
-        SchemaError: an invalid value.
+        SchemaError: an invalid value, or torchvision is not installed.
     """
 
     device: str | torch.device = "auto"
     programs: int | None = None
     stream_priority: int = 0
+    decode: bool = False
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        if flag("decode", self.decode) and importlib.util.find_spec("torchvision") is None:
+            raise SchemaError(
+                "Gpu(decode=True) needs torchvision, which is not installed. Install that of this torch, with CUDA: "
+                "https://pytorch.org/get-started"
+            )
         if self.programs is not None:
             at_least("programs", self.programs)
         if integer("stream_priority", self.stream_priority) > 0:
@@ -142,6 +151,10 @@ class Ranks:
             numbers of steps; ``"squares"``: about equal sums of squared row lengths, for models dominated by attention.
             Each rank has `batch_size` rows, or with `Steps` the same number of batches. None: slices of the batch; with
             `Steps` the same as ``"steps"``.
+        prefer_local: over all `Shards`: each rank gets rows of its own node as far as they suffice for as many rows a
+            rank, so that few rows cross the network. The ranks together have the same rows. A rank's own batch is then
+            no random sample of all shards: this suits gradients that are averaged over the ranks, but for example not
+            batch normalisation of each rank. Not with `balance` or `Steps`.
         micro_batches: with `Steps` over all `Shards`: batches of each rank that are one training step. They are planned
             together and distributed so that the ranks' work in the step is about equal: see `balance`. The last step of
             an epoch may have fewer; batches are split so that all ranks have the same number, and if each has only one
@@ -156,6 +169,7 @@ class Ranks:
     world_size: int | None = None
     balance: Literal["steps", "squares"] | None = None
     micro_batches: int = 1
+    prefer_local: bool = False
 
     def __post_init__(self) -> None:
         one_of("scope", self.scope, ("global", "local"))
@@ -173,6 +187,7 @@ class Ranks:
         if self.balance is not None:
             one_of("balance", self.balance, ("steps", "squares"))
         at_least("micro_batches", self.micro_batches)
+        flag("prefer_local", self.prefer_local)
 
 
 def check_options(

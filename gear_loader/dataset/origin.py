@@ -98,6 +98,11 @@ class Origin:
                 f"{ranks!r} was given; expected balance and micro_batches with Shards, scope='global' and "
                 "layout='packed' or 'jagged': they deal the rows of a step to ranks."
             )
+        if ranks.prefer_local and (not self.is_global or steps is not None or ranks.balance is not None):
+            raise SchemaError(
+                f"{ranks!r} was given; expected prefer_local with Shards and scope='global', a batch_size in rows, and "
+                "no balance: these distribute rows by the ranks' work."
+            )
         if ranks.micro_batches > 1 and steps is None:
             raise SchemaError(
                 f"{ranks!r} was given with a batch_size in rows; expected batch_size=Steps(...), whose batches are "

@@ -121,7 +121,8 @@ class ReplayDataset(IterableDataset[Batch]):
         seed: seed of all draws.
         device: ``"auto"`` (the current GPU if there is one, else the CPU), a torch device, or a `Gpu` with the share of
             it that gathering takes.
-        prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU; 0 disables prefetching. Or
+        prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU; 0 disables prefetching.
+            Batches of at most 64 KiB that `Uniform` draws are prepared by the thread that asks. Or
             a `Prefetch`, which also says when memory is reused.
         batches_per_epoch: length of an epoch on each rank; by default that of one pass, ceil(items / batch_size) over
             all ranks: items are trajectories, or steps if the sampler has ``unit="step"``. The logger `gear_loader`
@@ -257,7 +258,7 @@ class ReplayDataset(IterableDataset[Batch]):
         gpu = device if isinstance(device, Gpu) else Gpu(device)
         self.device = device_of(gpu.device)
         self.programs = None if gpu.programs is None else int(gpu.programs)
-        self.stream_priority = int(gpu.stream_priority)
+        self.stream_priority, self.decode = int(gpu.stream_priority), bool(gpu.decode)
         ahead = prefetch if isinstance(prefetch, Prefetch) else Prefetch(prefetch)
         self.prefetch, self.keep, self.copy = int(ahead.batches), int(ahead.keep), ahead.copy
         self.layout: Literal["padded", "packed", "jagged", "tree"] = layout
@@ -349,6 +350,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "prefetch": self.prefetch,
             "keep": self.keep,
             "scope": self._origin.ranks.scope,
+            "prefer_local": self._origin.ranks.prefer_local,
             "subset": None if subset is None else getattr(subset, "__qualname__", type(subset).__qualname__),
             "windows": {name: repr(window) for name, window in self.windows.items()},
         }
@@ -461,7 +463,9 @@ class ReplayDataset(IterableDataset[Batch]):
         filler = self.filler(prefetcher)
         at = first  # number of the batch on this rank
         if self._budget is None:
-            batches = prefetcher.batches(filler.fill, self._draws(epoch, first, workers), filler.queue)
+            alone = prefetcher.collector.is_quick(self.batch_size) and self._selected().is_quick
+            draws = self._draws(epoch, first, workers)
+            batches = prefetcher.batches(filler.fill, draws, filler.queue, alone=alone)
         else:
             plans = self._plans(self._budget, epoch, first, workers, planned)
             batches = prefetcher.batches(filler.fill_planned, plans)
@@ -863,6 +867,9 @@ class ReplayDataset(IterableDataset[Batch]):
                 "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
             )
         refuse_capture(self.device, "an update")
+        ours = stale == "ignore" and not self._is_global
+        if ours and selection.queue_update(index, priority, generation, anchor):
+            return
         with beside_captures(self.device):  # tensors may be copied to the host
             selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
 
@@ -1145,6 +1152,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 informs=self.sample_info,
                 programs=self.programs,
                 stream_priority=self.stream_priority,
+                decode=self.decode,
                 zero_copy=self._origin.pin(self.device, draws=self.sampler.by_priority and not self._packs),
             )
 
@@ -1188,6 +1196,16 @@ class ReplayDataset(IterableDataset[Batch]):
         if active is not None:
             self._buffers.close(active)
         self._origin.close()
+
+    def mass(self) -> tuple[float, float]:
+        """What draws of this dataset weigh beside those from other tables; waits for no trajectories.
+
+        Returns:
+            The number of items that can be drawn now, or the sum of their powers of priorities; and the smallest of
+            these powers where weights need it (``normalize="table"``), else infinity.
+        """
+        self.settle()
+        return self._selected().mass()
 
     def settle(self) -> None:
         """Wait until the running iteration has finished all requests, such as prefetches and priority updates."""

@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from gear_loader.distributed.records import slice_rows
 from gear_loader.distributed.shard_source import spans_of
+from gear_loader.distributed.slices import contiguous
 from gear_loader.selection.balance import balance
 from gear_loader.utils.arrays import Array
 
@@ -49,7 +49,7 @@ class RowDealer:
         """
         count = len(records)
         if count % self.ranks or not count:
-            return slice_rows(count, self.ranks, self.rank)
+            return contiguous(count, self.ranks).of(self.rank)
         costs = costs_of(spans_of(records, self.offset, self.length)[1], self.kind)
         mine: Array = balance(costs, self.ranks)[self.rank]
         return mine

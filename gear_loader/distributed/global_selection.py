@@ -66,6 +66,7 @@ class GlobalSelection(Selection):
         packed: whether batches are packed: records then tell the lengths of their trajectories.
         deal: function from the records of all rows of a batch to the numbers of this rank's, int64 [m]; every rank then
             gets all records. None: each rank has its slice.
+        prefer_local: whether slices have rows of their own node as far as possible.
 
     Attributes:
         shards, exchange, context: as given.
@@ -82,6 +83,7 @@ class GlobalSelection(Selection):
         reach: Reach | None,
         packed: bool = False,
         deal: Callable[[Array], Array] | None = None,
+        prefer_local: bool = False,
     ) -> None:
         super().__init__(context)
         self.shards = shards
@@ -90,7 +92,9 @@ class GlobalSelection(Selection):
         self._deal = deal
         self._history = BatchHistory(history)
         self._updates = UpdateRouter(shards, self.samplers.own, exchange)
-        self._batches = BatchExchange(shards, exchange, self.samplers, self._updates, whole=deal is not None)
+        self._batches = BatchExchange(
+            shards, exchange, self.samplers, self._updates, whole=deal is not None, prefer_local=prefer_local
+        )
         kind: type[RowDrawing] = CandidateDrawing if context.sampler.merged else RowAssignment
         self._drawing = kind(context.sampler, self.samplers, self._batches, self._empty_error)
         self._stage_rows = StageRows(shards, exchange, self._batches, self.samplers)
@@ -188,13 +192,13 @@ class GlobalSelection(Selection):
         self._begin()
         summaries = self._batches.known_summaries()
         drawn, weigh = self._restored(draw) or self._drawn(draw, frozen, summaries)
-        own = self._batches.slice_of(len(drawn.shards))
+        own = self._batches.own_rows
         shards, records = drawn.shards[own], drawn.records[np.searchsorted(drawn.rows, own)]
         weights = None
         if self.samplers.by_priority and draw.epoch < SAMPLE_EPOCH:
             weights = None if weigh is None else weigh(records["leaf"])
             rows = BatchRows(records["id"], records["step"], weights)
-            self._history.remember(draw, (draw.count, rows))
+            self._history.remember(draw, (draw.count, own, rows))
         spare = None if self.shards.num_stages > 1 else self._spare(draw)
         rates = self._rates(records, summaries)
         if self._deal is not None:
@@ -273,13 +277,14 @@ class GlobalSelection(Selection):
             rows = np.flatnonzero(shards == shard)
             records = records_of(shard_sampler.table, slots[shard][rows], steps[rows])
             own[shard] = (rows, self.samplers.with_blocks(shard_sampler.table, records))
+        self._batches.deal(shards)
         rows, records, least = self._batches.send_rows(shards, own, self.samplers.summarize(), None)
         restored = Rows(shards, rows, records, least)
         if self.shards.num_stages > 1:
             restored = self._stage_rows.translate(restored)
         if batch.weights is None:
             return restored, None
-        weights = batch.weights[self._batches.slice_of(draw.count)]
+        weights = batch.weights[self._batches.own_rows]
         return restored, lambda _: weights
 
     # ---------------------------------------------------------------- migration
@@ -334,7 +339,10 @@ class GlobalSelection(Selection):
         saves = self.shards.place.stage == 0 and (self._deal is None or self.exchange.rank == 0)
         recent = self._history.drawn() if saves else []
         if self.exchange.rank == 0:
-            recent += [(batch, (len(rows.names), rows)) for batch, rows in self._history.pending.items()]
+            pending = self._history.pending.items()
+            recent += [
+                (batch, (len(rows.names), np.arange(len(rows.names)), rows)) for batch, rows in pending
+            ]
         return shards_state.join_states(self.exchange, saved, recent)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

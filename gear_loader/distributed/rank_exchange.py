@@ -22,9 +22,11 @@ from gear_loader.distributed.liveness import BEAT, Liveness, back_off
 from gear_loader.distributed.rendezvous import GlooGroup, StoreBarrier
 from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
+from gear_loader.native.exchange_loops import copy_ranges
 from gear_loader.utils.arrays import Array
 
-_HEAD = struct.Struct("<qi244s")  # number of the exchange; state of the sender; text of its error
+_STATE = struct.Struct("<qi")  # number of the exchange; state of the sender
+_HEAD = struct.Struct(_STATE.format + "244s")  # and the text of its error
 _OK, _FAILED = 0, 1
 _SLICE = 0.5  # seconds between two checks of the other ranks while a collective runs
 _BATCH, _CALL = "batch", "call"  # kinds of calls: collectives, and the barriers in the store before rare ones
@@ -47,25 +49,23 @@ class SingleProcess:
     size = 1
     ranks: Sequence[int] = (0,)
 
-    def all_to_all(
-        self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
-    ) -> list[Array]:
+    def all_to_all(self, data: Array, outs: Array, ins: Array, failure: BaseException | None = None) -> Array:
         """Send one part to each rank, and receive one part from each rank (all-to-all).
 
         Args:
-            parts: bytes for each rank, uint8.
-            sizes: size of each rank's part for this one; both sides know it.
+            data: uint8, the parts for all ranks, one after another.
+            outs, ins: int64 [W], bytes of the part for each rank, and of each rank's for this one; both sides know it.
             failure: error of this rank, which is sent to the others instead, and raised here afterwards.
 
         Returns:
-            Bytes from each rank, uint8.
+            uint8, the parts of all ranks, one after another.
 
         Raises:
             RankError: another rank has failed, or did not answer before the deadline; the message names it.
         """
         if failure is not None:
             raise failure
-        return list(parts)
+        return data
 
     def share(self, data: Mapping[str, Any]) -> list[Any]:
         """Share a JSON value with all ranks; return the values of all ranks, in their order (all-gather)."""
@@ -174,31 +174,36 @@ class Exchange(SingleProcess):
 
     # ---------------------------------------------------------------- calls
 
-    def all_to_all(
-        self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
-    ) -> list[Array]:
+    def all_to_all(self, data: Array, outs: Array, ins: Array, failure: BaseException | None = None) -> Array:
         head = np.frombuffer(_head(self._number, failure), dtype=np.uint8)
         self._number += 1
-        sent = torch.from_numpy(np.concatenate([piece for part in parts for piece in (head, part)]))
-        outs = [_HEAD.size + len(part) for part in parts]
-        ins = [_HEAD.size + size for size in sizes]
-        received = torch.empty(sum(ins), dtype=torch.uint8, device="cpu")
+        heads = np.full(self.size, _HEAD.size, dtype=np.int64)
+        sent = torch.empty(int((heads + outs).sum()), dtype=torch.uint8, device="cpu")
+        received = torch.empty(int((heads + ins).sum()), dtype=torch.uint8, device="cpu")
+        starts, places = np.cumsum(outs) - outs, np.cumsum(heads + outs) - outs  # of the parts
+        copy_ranges(sent.numpy(), places - _HEAD.size, head, np.zeros_like(heads), heads)
+        copy_ranges(sent.numpy(), places, data, starts, outs)
+        sizes = (heads + ins).tolist(), (heads + outs).tolist()
         self._call(
             "its part of a batch",
-            lambda group: dist.all_to_all_single(received, sent, ins, outs, group=group, async_op=True),
+            lambda group: dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True),
         )
         if failure is not None:
             raise failure
-        ends = np.cumsum(ins)
-        answers = [received.numpy()[end - size : end] for size, end in zip(ins, ends.tolist(), strict=True)]
-        self._check(answers)
-        return [answer[_HEAD.size :] for answer in answers]
+        places = np.cumsum(heads + ins) - ins
+        self._check(received.numpy(), places - _HEAD.size)
+        answer: Array = np.empty(ins.sum(), dtype=np.uint8)
+        copy_ranges(answer, np.cumsum(ins) - ins, received.numpy(), places, ins)
+        return answer
 
-    def _check(self, answers: Sequence[Array]) -> None:
-        """Raise the error of a rank that has failed, or is at another exchange."""
-        for rank, answer in enumerate(answers):
-            number, failed, text = _HEAD.unpack(answer[: _HEAD.size].tobytes())
+    def _check(self, data: Array, places: Array) -> None:
+        """Raise the error of a rank that has failed, or is at another exchange; `places`: of the ranks' headers."""
+        size = np.full_like(places, _STATE.size)
+        states: Array = np.empty(len(places) * _STATE.size, dtype=np.uint8)
+        copy_ranges(states, np.cumsum(size) - size, data, places, size)
+        for rank, (number, failed) in enumerate(_STATE.iter_unpack(states.tobytes())):
             if failed == _FAILED:
+                text = _HEAD.unpack(data[places[rank] :][: _HEAD.size].tobytes())[2]
                 reason = text.rstrip(b"\0").decode(errors="replace")
                 raise RankError(f"{self._names([rank])} could not do its part of a batch: {reason}")
             if number != self._number - 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -90,18 +89,6 @@ def max_window_blocks(reach: Reach, block_steps: Iterable[int]) -> int:
     return max((last - first) // steps + 2 + once for steps in block_steps)
 
 
-def slice_rows(count: int, slices: int, number: int) -> Array:
-    """Return the rows of a batch that belong to one slice, int64 [m].
-
-    Slices differ by one row at most. If there are fewer rows than slices, some rows belong to several.
-    """
-    if count < slices:
-        return np.array([number % count], dtype=np.int64) if count else np.empty(0, dtype=np.int64)
-    size, more = divmod(count, slices)
-    first = number * size + min(number, more)
-    return np.arange(first, first + size + (number < more))
-
-
 # ---------------------------------------------------------------- messages
 
 _BASE_CAPACITY = 32  # updates that a message holds for any batch size
@@ -113,35 +100,39 @@ def as_bytes(values: Array) -> Array:
 
 
 class Outbox:
-    """Queues of priority updates, one for each rank that owns their shards.
+    """Priority updates that wait to be sent to the ranks that own their shards.
 
     Args:
-        leads: rank that answers for each shard.
+        leads: rank that answers for each shard. size: number of ranks.
     """
 
     def __init__(self, leads: Sequence[int], size: int) -> None:
         self._leads: Array = np.array(leads, dtype=np.int64)
         self._num_owners = len(set(leads))
-        self._queues: list[list[Array]] = [[] for _ in range(size)]
+        self._size = size
+        self._queue: list[Array] = []
         self._order = 1
 
     def put(self, updates: Array) -> None:
         """Queue updates, `UPDATE` [n], and number the call."""
         updates["order"] = self._order
         self._order += 1
-        owners = self._leads[updates["shard"]]
-        for rank in np.unique(owners).tolist():
-            self._queues[rank].append(updates[owners == rank])
+        self._queue.append(updates)
 
-    def put_back(self, taken: Sequence[Array]) -> None:
+    def put_back(self, taken: Array) -> None:
         """Queue again, at the front, the updates that `take` returned."""
-        for rank, updates in enumerate(taken):
-            self._queues[rank].insert(0, updates)
+        self._queue.insert(0, taken)
+
+    def _owners(self) -> Array:
+        """Ranks of all queued updates, which are made one array."""
+        self._queue = [np.concatenate([np.empty(0, dtype=UPDATE), *self._queue])]
+        owners: Array = self._leads[self._queue[0]["shard"]]
+        return owners
 
     @property
     def longest(self) -> int:
-        """Length of the longest queue."""
-        return max(sum(len(part) for part in parts) for parts in self._queues)
+        """The most updates for one rank."""
+        return int(np.bincount(self._owners(), minlength=self._size).max())
 
     def capacity(self, batch_size: int) -> int:
         """Return the number of updates that every message of a batch holds; the same number on all ranks.
@@ -150,61 +141,29 @@ class Outbox:
         """
         return _BASE_CAPACITY + 2 * -(-batch_size // self._num_owners)
 
-    def take(self, limit: int) -> list[Array]:
-        """Dequeue up to `limit` updates for each rank, the oldest first."""
-        taken = []
-        for rank, parts in enumerate(self._queues):
-            queue = np.concatenate(parts) if parts else np.empty(0, dtype=UPDATE)
-            taken.append(queue[:limit])
-            self._queues[rank] = [queue[limit:]] if len(queue) > limit else []
-        return taken
+    def take(self, limit: int) -> tuple[Array, Array]:
+        """Dequeue up to `limit` updates for each rank, the oldest first.
 
-
-@dataclasses.dataclass
-class Message:
-    """The content of one message from a rank to another.
-
-    Attributes:
-        pending: number of updates that did not fit, the most for any one rank.
-        unreachable: bool [S]: shards that the sender cannot reach.
-        summaries: `SUMMARY` [k] of the sender's shards.
-        records: row records of the sender's shards.
-        updates: `UPDATE` [n], at most as many as the agreed capacity.
-    """
-
-    pending: int
-    unreachable: Array
-    summaries: Array
-    records: Array
-    updates: Array
-
-    def pack(self, capacity: int) -> Array:
-        """Return the message's bytes, as many as `size_of` says."""
-        numbers: Array = np.array([self.pending, len(self.updates)], dtype=np.int64)
-        padding = np.zeros((capacity - len(self.updates)) * UPDATE.itemsize, dtype=np.uint8)
-        pieces = (numbers, np.packbits(self.unreachable), self.summaries, self.records, self.updates)
-        return np.concatenate([*(as_bytes(piece) for piece in pieces), padding])
-
-    @staticmethod
-    def size_of(shards: int, own: int, rows: int, record: Any, capacity: int) -> int:
-        """Return the size of a message in bytes.
-
-        Args:
-            own: number of the sender's shards.
-            capacity: number of updates that the message holds.
+        Returns:
+            `UPDATE` [n], those for one rank after another, and how many for each, int64 [W].
         """
-        sizes = (own * SUMMARY.itemsize, rows * int(record.itemsize), capacity * UPDATE.itemsize)
-        return 16 + -(-shards // 8) + sum(sizes)
+        owners, queued = self._owners(), self._queue[0]
+        order = np.argsort(owners, kind="stable")
+        counts = np.bincount(owners, minlength=self._size)
+        number = np.arange(len(order)) - (np.cumsum(counts) - counts)[owners[order]]
+        taken = order[number < limit]
+        self._queue = [np.delete(queued, taken)]
+        return queued[taken], np.minimum(counts, limit)
 
-    @classmethod
-    def unpack(cls, data: Array, shards: int, own: int, rows: int, record: Any) -> Message:
-        """Read a message's bytes; the inverse of `pack`. For the arguments see `size_of`."""
-        pending, count = data[:16].view(np.int64).tolist()
-        at = 16 + -(-shards // 8)
-        unreachable = np.unpackbits(data[16:at])[:shards].astype(bool)
-        sizes = [own * SUMMARY.itemsize, rows * record.itemsize, count * UPDATE.itemsize]
-        parts = []
-        for size, dtype in zip(sizes, (SUMMARY, record, UPDATE), strict=True):
-            parts.append(data[at : at + size].copy().view(dtype))
-            at += size
-        return cls(pending, unreachable, *parts)
+
+def message_bytes(shards: int, own: Any, rows: Any, record: np.dtype[Any], capacity: int) -> Any:
+    """Bytes of a message from a rank to another.
+
+    It has the most updates that did not fit for any rank and the number of its own, int64 each; a bit for each shard,
+    whether the sender cannot reach it; the sender's summaries; records; and updates, with room for the agreed capacity.
+
+    Args:
+        shards: number of all shards. own: number of the sender's. rows: of records; an int, or int64 [W] of each rank.
+        capacity: number of updates that the message holds.
+    """
+    return 16 + -(-shards // 8) + own * SUMMARY.itemsize + rows * record.itemsize + capacity * UPDATE.itemsize

@@ -17,6 +17,7 @@ from gear_loader.distributed.failures import attempt
 from gear_loader.distributed.rank_samplers import Samplers
 from gear_loader.distributed.records import SUMMARY
 from gear_loader.errors import PriorityError, TableEmptyError
+from gear_loader.native.exchange_loops import find_above
 from gear_loader.selection.priorities import draw_key
 from gear_loader.selection.samplers import Draw, Sampler, SnapshotSampler
 from gear_loader.selection.tree import uniforms
@@ -101,7 +102,7 @@ def assign_rows(
         counts = view.trajectories if sampler.unit == "trajectory" else view.steps
     ends = np.cumsum(counts)
     items = sampler.items(int(ends[-1]), draw)
-    shards = np.searchsorted(ends, items, side="right")
+    shards = _first_above(ends, items, len(ends) - 1)
     return shards, items - (ends - counts)[shards]
 
 
@@ -119,8 +120,14 @@ def assign_by_mass(draw: Draw, masses: Array, count: int, *, turn: int = 0) -> A
     numbers = uniforms(count, key=draw_key(draw, stream), step=draw.step) * ends[-1]
     # Rounding must not lead to a shard without mass at the end.
     last = int(np.flatnonzero(masses > 0)[-1])
-    shards: Array = np.minimum(np.searchsorted(ends, numbers, side="right"), last)
-    return shards
+    return _first_above(ends, numbers, last)
+
+
+def _first_above(ends: Array, values: Array, last: int) -> Array:
+    """See `find_above`, int64 [n]; for many values by a table of where to begin."""
+    found: Array = np.empty(len(values), dtype=np.int64)
+    find_above(ends, values, last, np.empty(4 * len(ends), dtype=np.int64), found)
+    return found
 
 
 def _assign_by_age(
@@ -232,6 +239,7 @@ class RowAssignment(RowDrawing):
 
     def draw(self, draw: Draw, masses: Array, view: PassView | None) -> Rows:
         shards, items = assign_rows(self.sampler, draw, masses, view)
+        self.exchange.deal(shards)
         samplers = self.samplers.own
         views = {} if view is None else dict(zip(view.own_shards, view.own_views, strict=True))
 
@@ -361,5 +369,6 @@ class CandidateDrawing(RowDrawing):
                 "fewer, draw with replacement, or set priorities (Prioritized(eps=...) keeps them all positive)."
             )
         rows = np.arange(draw.count)
-        records = merge.records[rows % found]
-        return Rows(merge.shards[rows % found], rows, records, float(records["leaf"].min()))
+        records, shards = merge.records[rows % found], merge.shards[rows % found]
+        self.exchange.deal(shards)
+        return Rows(shards, rows, records, float(records["leaf"].min()))

@@ -166,6 +166,7 @@ class ShardOrigin(Origin):
             reach=reach_of(context.table.schema, windows) if one_sided else None,
             packed=packed,
             deal=deal,
+            prefer_local=self.ranks.prefer_local,
         )
 
     def set(self, rows: Mapping[str, Any], mask: Any, columns: Mapping[str, Any], *, strict: bool) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,7 +37,7 @@ from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import check_seconds
 from gear_loader.transport.handshake import check_secret
-from gear_loader.utils.arrays import shown
+from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import byte_count, one_of
 
 _Shards = TypeVar("_Shards", bound="ShardTables")
@@ -52,6 +53,7 @@ class ShardTables:
 
     Attributes:
         table, own, num_shards, num_slices, cache: as of `Shards`.
+        nodes: int64 [S], a number for the node of each shard; of each slice, too, where there are several.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class ShardTables:
         self.own: dict[int, Table] = dict(enumerate(tables))
         self.leads = [0] * len(tables)
         self.places = [self.place]
+        self.nodes: Array = np.zeros(len(tables), dtype=np.int64)
         self.members: list[Member] = []
         self._sources = dict(self.own)
         self.remote = False
@@ -166,6 +169,8 @@ class ShardTables:
         if self._secret is None:
             self._secret = bytes.fromhex(answers[0]["secret"])
         self.leads = [self._rank_at(MeshCoordinates(shard, 0)) for shard in range(self.num_shards)]
+        names = [self.members[rank].node for rank in self.leads]
+        self.nodes = np.array([names.index(name) for name in names], dtype=np.int64)
         self.own = {self.place.data: self.table} if self.place.stage == 0 else {}
         stage = [
             self.members[self._rank_at(MeshCoordinates(shard, self.place.stage))]

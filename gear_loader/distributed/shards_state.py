@@ -79,15 +79,20 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
 
 
 def join_states(
-    exchange: SingleProcess, saved: dict[str, Any], recent: Sequence[tuple[BatchKey, tuple[int, BatchRows]]]
+    exchange: SingleProcess,
+    saved: dict[str, Any],
+    recent: Sequence[tuple[BatchKey, tuple[int, Array, BatchRows]]],
 ) -> dict[str, Any]:
     """The state of all ranks' shards, the same on every rank.
 
     Args:
         saved: this rank's state, from `save_samplers`.
-        recent: the last batches: rows of all ranks, and names of this rank's, in the order of slices over the ranks.
+        recent: the last batches: rows of all ranks, and the numbers and names of this rank's rows.
     """
-    mine = [(count, rows.to_state(batch, "ids")) for batch, (count, rows) in recent]
+    mine = [
+        (count, {**rows.to_state(batch, "ids"), "rows": torch.from_numpy(own)})
+        for batch, (count, own, rows) in recent
+    ]
     ranks = share_state(exchange, {**saved, "recent": mine})
     slices: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for rank in ranks:
@@ -104,8 +109,12 @@ def join_states(
 def _joined(parts: list[dict[str, Any]], count: int) -> dict[str, Any]:
     """A batch of `count` rows from its slices."""
     weighs = parts[0]["weights"] is not None
-    names = ("ids", "steps", "weights") if weighs else ("ids", "steps")
-    return {**parts[0], **{name: torch.cat([part[name] for part in parts])[:count] for name in names}}
+    whole = {name: value for name, value in parts[0].items() if name != "rows"}
+    for name in ("ids", "steps", "weights") if weighs else ("ids", "steps"):
+        whole[name] = torch.zeros(count, dtype=parts[0][name].dtype)
+        for part in parts:
+            whole[name][part["rows"]] = part[name]
+    return whole
 
 
 # ---------------------------------------------------------------- loading

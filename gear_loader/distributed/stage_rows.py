@@ -43,39 +43,37 @@ class StageRows:
         In a later stage, the rank of each shard looks the trajectories up by their ids, and sends them to the ranks of
         its stage.
         """
-        shards, me = self.shards, self.exchange.rank
-        ranks = range(self.exchange.size)
+        shards, places = self.shards, self.shards.places
+        count, me = self.exchange.size, self.exchange.rank
 
         def rows_between(source: int, target: int) -> Array:
-            sender, receiver = shards.places[source], shards.places[target]
+            sender, receiver = places[source], places[target]
             if sender.stage == 0 or sender.stage != receiver.stage:
                 return drawn.shards[:0]
-            rows = self.batches.slice_of(len(drawn.shards), receiver.data)
+            rows = self.batches.slices.of(receiver.data)
             found: Array = rows[drawn.shards[rows] == sender.data]
             return found
 
         found, failure = attempt(lambda: self._look_up(drawn), np.empty(0, dtype=self._dtype))
         own = np.flatnonzero(drawn.shards == shards.place.data)
-        parts = []
-        for rank in ranks:
-            rows = rows_between(me, rank)
-            if failure is None and len(rows):
-                parts.append(as_bytes(found[np.searchsorted(own, rows)]))
-            else:
-                parts.append(np.zeros(len(rows) * self._dtype.itemsize, dtype=np.uint8))
-        incoming = [rows_between(rank, me) for rank in ranks]
-        sizes = [len(rows) * self._dtype.itemsize for rows in incoming]
-        answers = self.exchange.all_to_all(parts, sizes, failure)
+        outgoing = [rows_between(me, rank) for rank in range(count)]
+        incoming = [rows_between(rank, me) for rank in range(count)]
+        outs, ins = (
+            np.array([len(rows) for rows in each]) * self._dtype.itemsize for each in (outgoing, incoming)
+        )
+        sent: Array = np.zeros(outs.sum(), dtype=np.uint8)
+        if failure is None and len(sent):
+            sent = as_bytes(found[np.searchsorted(own, np.concatenate(outgoing))])
+        received = self.exchange.all_to_all(sent, outs, ins, failure).view(self._dtype)
         if shards.place.stage == 0:
             return drawn
         rows = np.concatenate(incoming)
         order = np.argsort(rows, kind="stable")
-        known = np.concatenate([part.view(self._dtype) for part in answers])[order]
-        places = np.searchsorted(rows[order], self.batches.slice_of(len(drawn.shards)))
-        self.keys = known["key"][places]
+        known, own_rows = received[order], self.batches.own_rows
+        at = np.searchsorted(rows[order], own_rows)
+        self.keys = known["key"][at]
         if shards.table.schema.mutable:
-            own_rows = drawn.shards[self.batches.slice_of(len(drawn.shards))]
-            shards.names.remember(own_rows, self.keys, known["record"][places])
+            shards.names.remember(drawn.shards[own_rows], self.keys, known["record"][at])
         return Rows(drawn.shards, rows[order], known["record"].copy(), drawn.least)
 
     def _look_up(self, drawn: Rows) -> Array:

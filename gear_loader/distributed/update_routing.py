@@ -109,7 +109,7 @@ class UpdateRouter:
 
     def flush(self) -> None:
         """Send all queued updates to their owners now; the draw from which they count stays the same."""
-        queued = np.concatenate(self.outbox.take(self.outbox.longest))
+        queued, _ = self.outbox.take(self.outbox.longest)
         queued["draw"] = self.draws
         for part in self._exchange.share_array(queued):
             owned = part[np.isin(part["shard"], list(self._samplers))]

@@ -6,14 +6,14 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gear_loader.errors import SchemaError, SourceError, StaleIndexError
 from gear_loader.sources.episodes import Columns, requested, select
 from gear_loader.storage.codecs import CHANNELS
-from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
+from gear_loader.utils.checks import at_least, byte_count, one_of
 from gear_loader.utils.paths import local_path
 
 NEXT = "next_"
@@ -29,11 +29,14 @@ class Trajectory(NamedTuple):
     final: dict[str, Any]
 
 
-def chosen_columns(table: Table, columns: Columns) -> dict[str, str]:
+def chosen_columns(table: Table, columns: Columns, *, video: bool = False) -> dict[str, str]:
     """The columns to be written: {name there: name in the table}; None takes all.
 
+    Args:
+        video: whether the format has columns of video.
+
     Raises:
-        SchemaError: an unknown name, or a column of Python objects.
+        SchemaError: an unknown name, or a column of Python objects, or of video.
     """
     names = list(table.schema)
     try:
@@ -46,39 +49,48 @@ def chosen_columns(table: Table, columns: Columns) -> dict[str, str]:
             raise SchemaError(
                 f"Column {name!r} has Python objects, which other formats do not have; name others: columns=[...]."
             )
-        if column.codec is not None and column.codec.name == "video":
+        if not video and column.codec is not None and column.codec.name == "video":
             raise SchemaError(
                 f"Column {name!r} is stored as video, which this format does not have; name others: columns=[...]."
             )
     return chosen
 
 
-def images_of(table: Table, chosen: Mapping[str, str]) -> frozenset[str]:
-    """The columns of encoded images that are written as they are, by their names there; none of a table with a disk
-    tier, which decodes them."""
+def images_of(table: Table, chosen: Mapping[str, str], *, video: bool = False) -> frozenset[str]:
+    """The columns of encoded images, and of `video`, that are written as they are, by their names there; none of a
+    table with a disk tier, which decodes them."""
     if table._engine.has_tier:
         return frozenset()
-    return frozenset(role for role, name in chosen.items() if _has_images(table.schema[name]))
+    kinds = (*CHANNELS, "video") if video else CHANNELS
+    codecs = {role: table.schema[name].codec for role, name in chosen.items()}
+    return frozenset(role for role, codec in codecs.items() if codec is not None and codec.name in kinds)
 
 
-def _has_images(column: Column) -> bool:
-    return column.codec is not None and column.codec.name in CHANNELS
+def most_bytes(name: str, given: int | str) -> int:
+    """Check an option with the most bytes of a file."""
+    return at_least(name, byte_count(name, given))
 
 
-def trajectories(table: Table, chosen: dict[str, str]) -> Iterator[Trajectory]:
+def compression_of(given: str) -> str:
+    """Check an option with the compression of Parquet."""
+    known: str = one_of("compression", given, ("zstd", "snappy", "gzip", "brotli", "lz4", "none"))
+    return known
+
+
+def trajectories(table: Table, chosen: dict[str, str], *, encoded: Collection[str]) -> Iterator[Trajectory]:
     """The table's trajectories, oldest first; those that are evicted or removed meanwhile are left out.
 
     Args:
-        chosen: as of `chosen_columns`. Those of `images_of` stay encoded.
+        chosen: as of `chosen_columns`. encoded: of these, by their names there, those that stay encoded.
 
     Raises:
         SchemaError: a write-once column that a trajectory has no values of.
     """
     lengths = dict(zip(table.indices().tolist(), table.lengths().tolist(), strict=True))
-    images = {chosen[role] for role in images_of(table, chosen)}
+    names = {chosen[role] for role in encoded}
     for index in lengths:
         try:
-            rows, final = table._engine.rows_and_final(index, encoded=images)
+            rows, final = table._engine.rows_and_final(index, encoded=names)
         except StaleIndexError:
             continue
         if missing := [name for name in chosen.values() if name not in rows]:

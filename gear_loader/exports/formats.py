@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import inspect
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
 from gear_loader.errors import SchemaError
-from gear_loader.exports.npz_writer import write_npz
-from gear_loader.exports.parquet import write_hugging_face, write_parquet
 from gear_loader.sources.episodes import Columns
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
+from gear_loader.utils.registry import Registry, option_names
 
-GROUP = "gear_loader.exports"
-"""The entry points by which a package adds formats."""
-
-_KIND = re.compile(r"[a-z][a-z0-9_-]+")
-_SUFFIXES = {".parquet": "parquet"}
-
-
-def _write_minari(table: Table, place: str, *, columns: Columns = None, **options: Any) -> Any:
-    from gear_loader.integrations.minari_export import to_minari  # needs Minari
-
-    return to_minari(table, place, columns=columns, **options)
-
-
-_WRITERS: dict[str, Callable[..., Any]] = {
-    "parquet": write_parquet,
-    "hf": write_hugging_face,
-    "npz": write_npz,
-    "minari": _write_minari,
-}
+_HERE = "gear_loader.exports"
+registry = Registry(
+    "gear_loader.exports",
+    "writer",
+    SchemaError,
+    {
+        "hf": f"{_HERE}.parquet:write_hugging_face",
+        "lerobot": f"{_HERE}.lerobot_writer:write_lerobot",
+        "minari": "gear_loader.integrations.minari_export:to_minari",
+        "npz": f"{_HERE}.npz_writer:write_npz",
+        "parquet": f"{_HERE}.parquet:write_parquet",
+    },
+    {".parquet": "parquet"},
+)
 
 
 def register(kind: str, writer: Callable[..., Any]) -> None:
@@ -51,48 +42,22 @@ def register(kind: str, writer: Callable[..., Any]) -> None:
     Raises:
         SchemaError: an invalid kind, or one that is known already.
     """
-    if not isinstance(kind, str) or not _KIND.fullmatch(kind) or not callable(writer):
-        raise SchemaError(
-            f"kind {shown(kind)} and writer {shown(writer)} were received; expected a name such as 'mine', and a "
-            "function."
-        )
-    if kind in _WRITERS:
-        raise SchemaError(
-            f"The kind {kind!r} is known already; expected a new one, other than {list(_WRITERS)}."
-        )
-    _WRITERS[kind] = writer
+    registry.register(kind, writer)
 
 
 def export(table: Table, address: str | os.PathLike[str], *, columns: Columns = None, **options: Any) -> Any:
     """See `Table.export`."""
     text = os.fspath(address) if isinstance(address, (str, os.PathLike)) else ""
-    kind, colon, place = text.partition(":")
-    suffix = _SUFFIXES.get(os.path.splitext(text)[1].lower())
-    if not colon or not _KIND.fullmatch(kind) or place.startswith("//"):
-        kind, place = suffix or "", text
-    writer = _writer(kind)
+    kind, place = registry.split(str(text))
+    kind = kind or registry.by_suffix(place)
+    writer = registry.function(kind)
     if writer is None or not place:
         raise SchemaError(
-            f"{shown(address)} was received; expected one of {[f'{each}:...' for each in kinds()]}, or a file that "
-            f"ends in {', '.join(_SUFFIXES)}."
+            f"{shown(address)} was received; expected one of {[f'{each}:...' for each in registry.kinds()]}, or a file "
+            f"that ends in {', '.join(registry.suffixes)}."
         )
-    parameters = inspect.signature(writer).parameters.values()
-    own = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    own, any_other = option_names(writer, 2)
     unknown = [option for option in options if option not in own]
-    if unknown and not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+    if unknown and not any_other:
         raise SchemaError(f"'{kind}:' does not know the option {unknown[0]!r}; it has {own}.")
     return writer(table, place, columns=columns, **options)
-
-
-def kinds() -> list[str]:
-    """The formats that are known, those of installed packages too."""
-    return sorted({*_WRITERS, *(point.name for point in importlib.metadata.entry_points(group=GROUP))})
-
-
-def _writer(kind: str) -> Callable[..., Any] | None:
-    """What writes data sets of a kind; None if it is not known."""
-    found = _WRITERS.get(kind)
-    if found is None and kind:
-        for point in importlib.metadata.entry_points(group=GROUP, name=kind):
-            found = point.load()
-    return found

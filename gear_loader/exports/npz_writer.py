@@ -43,7 +43,7 @@ def write_npz(table: Table, place: str, *, columns: Columns = None, compressed: 
     method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
     with new_place(place) as partial:
         os.mkdir(partial)
-        for number, each in enumerate(trajectories(table, chosen)):
+        for number, each in enumerate(trajectories(table, chosen, encoded=())):
             arrays = {role: _array(role, value) for role, value in each.values.items()}
             arrays |= {NEXT + role: _array(role, value) for role, value in each.final.items()}
             # Not by numpy.savez, which has parameters of its own among the names.

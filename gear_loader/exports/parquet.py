@@ -11,13 +11,21 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.exports.exported import NEXT, Trajectory, chosen_columns, images_of, new_place, trajectories
+from gear_loader.exports.exported import (
+    NEXT,
+    Trajectory,
+    chosen_columns,
+    compression_of,
+    images_of,
+    most_bytes,
+    new_place,
+    trajectories,
+)
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import Columns
 from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
-from gear_loader.utils.checks import at_least, byte_count
 
 EPISODE, STEP = "episode_index", "frame_index"
 """The first two columns, named as in LeRobot's data sets."""
@@ -43,7 +51,7 @@ def write_parquet(
     without its final step.
 
     Args:
-        compression: of pyarrow: ``"zstd"``, ``"snappy"``, ``"none"`` and others.
+        compression: ``"zstd"``, ``"snappy"``, ``"gzip"``, ``"brotli"``, ``"lz4"`` or ``"none"``.
         file_bytes: uncompressed bytes after which the next file of a folder begins, at the end of an episode.
 
     Returns:
@@ -52,14 +60,20 @@ def write_parquet(
     Raises:
         SchemaError: as `Table.export`.
     """
-    chosen = chosen_columns(table, columns)
+    compression, chosen = compression_of(compression), chosen_columns(table, columns)
     schema = _ArrowRows(table, chosen, images=False)
     if not place.lower().endswith(".parquet"):
         return _write_files(
-            table, place, chosen, schema, "part-{:05d}.parquet", compression, _most(file_bytes)
+            table,
+            place,
+            chosen,
+            schema,
+            "part-{:05d}.parquet",
+            compression,
+            most_bytes("file_bytes", file_bytes),
         )
     with new_place(place) as partial:
-        _write(partial, trajectories(table, chosen), schema, compression)
+        _write(partial, trajectories(table, chosen, encoded=schema.encoded), schema, compression)
     return place
 
 
@@ -87,14 +101,12 @@ def write_hugging_face(
     """
     if not isinstance(split, str) or not split.isidentifier():
         raise SchemaError(f"split={split!r} was received; expected a name such as 'train'.")
-    chosen = chosen_columns(table, columns)
+    compression, chosen = compression_of(compression), chosen_columns(table, columns)
     schema = _ArrowRows(table, chosen, images=True)
     names = os.path.join("data", f"{split}-{{:05d}}.parquet")
-    return _write_files(table, place, chosen, schema, names, compression, _most(file_bytes))
-
-
-def _most(file_bytes: int | str) -> int:
-    return at_least("file_bytes", byte_count("file_bytes", file_bytes))
+    return _write_files(
+        table, place, chosen, schema, names, compression, most_bytes("file_bytes", file_bytes)
+    )
 
 
 class _ArrowRows:
@@ -114,7 +126,7 @@ class _ArrowRows:
                 f"The columns {sorted(taken)} have names that are written beside them; give others: "
                 "columns={name there: name in the table}."
             )
-        self._images = images_of(table, chosen)
+        self.encoded = self._images = images_of(table, chosen)
         self._image = pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if images else pa.binary()
         self._features = images
         every = {**self.columns, **finals}
@@ -218,7 +230,7 @@ def _write_files(
 ) -> str:
     """Write all trajectories into files of a folder; `names` has their number."""
     with new_place(place) as partial:
-        numbered = enumerate(trajectories(table, chosen))
+        numbered = enumerate(trajectories(table, chosen, encoded=schema.encoded))
         number, more = 0, True
         while more:
             path = os.path.join(partial, names.format(number))

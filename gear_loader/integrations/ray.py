@@ -1,43 +1,46 @@
-"""A table owned by a named Ray actor, which any Ray worker finds by its name.
+"""Tables owned by named Ray actors, which any Ray worker finds by their name: one, or several shards of one replay.
 
 ::
 
-    from gear_loader.integrations.ray import Replay
-    replay = Replay.options(name="replay").remote(schema, max_steps=1_000_000, max_trajectories=50_000)
+    from gear_loader.integrations.ray import Replay, ReplayShards
+    replay = ReplayShards(schema, name="replay", num_shards=4, max_steps=1_000_000, max_trajectories=50_000)
 
-    table = gear_loader.connect("ray://replay")          # in any worker, task or actor of this Ray cluster
-    table.add(trajectory)
+    shards = gear_loader.connect("ray://replay")         # in any worker, task or actor of this Ray cluster
+    shards.add(trajectory)
+    dataset = gear_loader.ReplayDataset(shards, batch_size=256, windows=gear_loader.Window(1), ...)
 
-A worker on the actor's node attaches to the table in shared memory: it gets a `gear_loader.Table`, and can also draw
-from it. A worker on another node gets a `gear_loader.RemoteTable`, which writes through the actor's server.
+A worker on the node of an actor attaches to its table in shared memory: it gets a `gear_loader.Table`. A worker on
+another node gets a `gear_loader.RemoteTable`, which writes and reads through the actor's server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import re
 import secrets
-import subprocess
-import sys
 import time
 import urllib.parse
-import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from gear_loader.errors import GearError, PeerTimeoutError, RegionError, TransportError
+from gear_loader.storage.disk import Disk
 from gear_loader.storage.schema import Column, Schema
-from gear_loader.storage.shared_memory import region_path
-from gear_loader.storage.stats import TableStats
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import check_seconds
+from gear_loader.transport.client import Peer
+from gear_loader.transport.remote_shards import RemoteShards
 from gear_loader.transport.remote_table import RemoteTable
-from gear_loader.transport.remote_table import connect as connect_to
+from gear_loader.transport.urls import split_url
+from gear_loader.utils.checks import at_least, one_of
 
 try:
     import ray
     import ray.exceptions
     import ray.util
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise ImportError(
         f"gear_loader.integrations.ray needs Ray, which cannot be imported ({error}). "
@@ -45,128 +48,38 @@ except ImportError as error:
         name="ray",
     ) from error
 
-__all__ = ["Replay", "connect"]
+from gear_loader.integrations.ray_owner import Owner
+
+__all__ = ["Replay", "ReplayShards", "connect"]
 
 _URL = "expected ray://<actor>, such as ray://replay, or ray://<actor>?namespace=<namespace>"
-_PORTS = range(20_000, 32_000)  # below those that Linux hands out by itself
-_TRIES = 8
-_TAKEN = "Address already in use"
-_WATCH = """
-import os, sys, time
-raylet, began, path, inode = sys.argv[1:]
-def start():
-    try:
-        with open(f"/proc/{raylet}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
-if os.fork() == 0:
-    os.setsid()
-    while os.path.exists(path) and start() == began:
-        time.sleep(1)
-    if os.path.exists(path) and os.stat(path).st_ino == int(inode):
-        os.unlink(path)
-"""
-"""Program that removes a table when Ray has ended on its node, which kills the actor without notice; no child of it."""
-
-
-class _Owner:
-    """The actor: owns a table and its server. Started again with the same arguments, it goes on with both.
-
-    Args:
-        schema, options: of `Table.create`. port, secret: of the server.
-    """
-
-    def __init__(
-        self, schema: dict[str, Column], options: dict[str, Any], port: int, secret: bytes, timeout: float
-    ) -> None:
-        context = ray.get_runtime_context()
-        self._node = context.get_node_id()
-        # The actor's id stays when Ray starts it again, and so does the table, which is not in this process's memory.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own: this property calls a method that Ray has deprecated
-            again = context.was_current_actor_reconstructed
-        self._table = Table.create(
-            schema, name=f"ray-{context.get_actor_id()}", if_exists="attach", **options
-        )
-        self._secret = secret
-        _unlink_after_ray(self._table.name or "")
-        # The server of the process that was killed may take a moment to end.
-        deadline = time.monotonic() + (timeout if again else 0)
-        while True:
-            try:
-                host = ray.util.get_node_ip_address()
-                self._server = self._table.serve(host=host, port=port, secret=secret)
-                break
-            except TransportError as error:
-                if time.monotonic() > deadline:
-                    if not again:
-                        self._table.unlink()
-                    raise RuntimeError(str(error)) from None
-                time.sleep(0.1)
-
-    def where(self) -> dict[str, Any]:
-        """How workers reach the table."""
-        return {
-            "node": self._node,
-            "name": self._table.name,
-            "url": self._server.url,
-            "secret": self._secret,
-        }
-
-    def stats(self) -> TableStats:
-        """As `Table.stats`."""
-        return self._table.stats()
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def close(self) -> None:
-        """Stop the server and remove the table's name. Workers that have attached may go on with its memory."""
-        self._server.stop()
-        with contextlib.suppress(RegionError):
-            self._table.unlink()
-
-    def __ray_shutdown__(self) -> None:
-        """Ray calls it where the actor ends for good, and not by force."""
-        self.close()
-
-
-def _unlink_after_ray(name: str) -> None:
-    """Let a process wait until Ray has ended on this node, and then remove a table's name."""
-    path, pid = region_path(name), os.getppid()
-    while pid > 1:
-        with open(f"/proc/{pid}/stat") as file:
-            head, _, tail = file.read().rpartition(")")
-        if head.endswith("(raylet"):
-            command = [sys.executable, "-I", "-S", "-c", _WATCH]
-            arguments = [str(pid), tail.split()[19], path, str(os.stat(path).st_ino)]
-            none = subprocess.DEVNULL
-            subprocess.run(command + arguments, check=True, stdin=none, stdout=none, stderr=none)
-            return
-        pid = int(tail.split()[1])
-
-
-_Actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Owner)
+_ASK = 5.0  # most seconds to ask an actor for its address, before it is asked again
+_PAUSE = 0.1
+_START = 120.0  # seconds to start actors
+_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Owner)
 
 
 class Replay:
     """A Ray actor that owns a table and serves it: ``Replay.options(name="replay").remote(schema, ...)``.
 
-    If the actor dies, Ray restarts it, and it continues with the same table and address: the table is in the shared
-    memory of the node, not of the process. If the node is lost, so are the trajectories. The actor reserves no CPU in
-    Ray; a separate server process answers workers on other nodes.
+    If the actor dies, Ray restarts it, and it continues with the same table: the table is in the shared memory of the
+    node, not of the process. Workers ask it for its new address. If the node is lost, Ray restarts the actor on another
+    one. With ``disk=gear_loader.Disk(path)`` of a file system that both nodes have, the table comes back with what was
+    written, which is all that was committed until `Disk.sync_seconds` before, and a restarted job goes on with it, too;
+    without, it is empty, and the actor logs a warning. The actor reserves no CPU in Ray; a separate server process
+    answers workers on other nodes.
 
     The actor's handle has `stats`, `where` and `close` as remote methods; ``ray.get(replay.close.remote())`` removes
-    the table, and ``ray.kill(replay)`` ends the actor. Without `close` the table is removed with the actor's last
-    handle, or when Ray ends on its node (a separate process waits for that). After ``ray.kill``, or if the job ends and
-    the cluster goes on, the table stays in shared memory until Ray ends.
+    the table, not its disk, and ``ray.kill(replay)`` ends the actor. Without `close` the table is removed with the
+    actor's last handle, or when Ray ends on its node (a separate process waits for that). After ``ray.kill``, or if the
+    job ends and the cluster goes on, the table stays in shared memory until Ray ends.
     """
 
     @staticmethod
     def options(**options: Any) -> _Options:
         """Options of the actor, as for any Ray actor's ``options``: ``name``, ``namespace``, ``lifetime``,
-        ``scheduling_strategy``, ``get_if_exists`` and so on. Workers look for the ``name``."""
+        ``scheduling_strategy``, ``get_if_exists`` and so on. Workers look for the ``name``. By default the actor is on
+        the caller's node as long as this exists: restarted on another one it would find no memory of its table."""
         return _Options(options)
 
     @staticmethod
@@ -181,11 +94,12 @@ class _Options:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
 
-    def remote(self, schema: Mapping[str, Column], *, timeout: float = 60.0, **options: Any) -> Any:
+    def remote(self, schema: Mapping[str, Column], *, timeout: float = _START, **options: Any) -> Any:
         """Start the actor, and wait until it serves its table.
 
         Args:
-            schema, options: of `Table.create`, except its `name` and `if_exists`.
+            schema, options: of `Table.create`, except its `name` and `if_exists`. A `disk` that holds a table of this
+                schema brings that table back, with its own sizes and rules.
             timeout: seconds to wait for the actor.
 
         Returns:
@@ -195,27 +109,153 @@ class _Options:
             SchemaError: an invalid schema or option; TypeError: an unknown option; no actor was started.
             PeerTimeoutError: Ray did not start the actor in time. GearError: the actor failed; the message says why.
         """
-        checked = dict(Schema(schema))
-        for name in ("name", "if_exists"):
-            if name in options:
-                raise TypeError(
-                    f"{name} was given; the actor's table has the actor's id as its name. Leave it out."
-                )
-        with Table.create(checked, **options):  # as private memory, which takes none
-            pass
-        secret = secrets.token_hex(32).encode()
-        actor: Any = None
-        for _ in range(_TRIES):
-            port = secrets.choice(_PORTS)  # an argument, so that a restarted actor has it too
-            actor = _Actor.options(**self._options).remote(checked, options, port, secret, timeout)
-            try:
-                _ask(actor, "where", timeout)
-                return actor
-            except GearError as error:
-                ray.kill(actor)
-                if _TAKEN not in str(error):
-                    raise
-        raise GearError(f"No free port was found among {_PORTS.start} to {_PORTS.stop} in {_TRIES} tries.")
+        checked = _checked(schema, options)
+        here = ray.get_runtime_context().get_node_id()
+        actor = _started({"scheduling_strategy": _on(here)} | self._options, checked, options, timeout)
+        _await([actor], timeout)
+        return actor
+
+
+class ReplayShards:
+    """Named Ray actors that own a shard each, a table as that of a `Replay`, on the nodes of a Ray cluster.
+
+    ``gear_loader.connect("ray://<name>")`` finds all of them and returns a `gear_loader.transport.RemoteShards`, and
+    ``ray://<name>-0-of-4`` finds one. A shard stays on its node as long as this exists; what happens if the actor or
+    the node dies is written in `Replay`.
+
+    Args:
+        schema, options: as for `Replay`; the sizes are of each shard. Of a `disk` each shard has a folder.
+        name, namespace, lifetime: of the actors, as for any Ray actor; ``"detached"`` ones outlive the job.
+        num_shards: number of shards, or with ``placement="node"`` that of each node.
+        placement: ``"SPREAD"``: nodes take turns. ``"node"``: every node that there is now gets as many.
+        timeout: seconds to wait for the actors.
+
+    Attributes:
+        shards: the actors' handles. name: as given.
+
+    Raises:
+        As ``Replay.options(...).remote``; no actor is left.
+    """
+
+    def __init__(
+        self,
+        schema: Mapping[str, Column],
+        *,
+        name: str = "replay",
+        num_shards: int = 1,
+        placement: Literal["SPREAD", "node"] = "SPREAD",
+        namespace: str | None = None,
+        lifetime: Literal["detached"] | None = None,
+        timeout: float = _START,
+        **options: Any,
+    ) -> None:
+        at_least("num_shards", num_shards)
+        one_of("placement", placement, ("SPREAD", "node"))
+        checked = _checked(schema, options)
+        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        count = num_shards * (len(nodes) if placement == "node" else 1)
+        self.name = name
+        self.shards: list[Any] = []
+        try:
+            for number in range(count):
+                each = dict(options)
+                if isinstance(disk := options.get("disk"), Disk):
+                    path = os.path.join(disk.path, f"shard-{number}-of-{count}")
+                    each["disk"] = dataclasses.replace(disk, path=path)
+                actor = {"name": f"{name}-{number}-of-{count}", "namespace": namespace, "lifetime": lifetime}
+                actor |= {"scheduling_strategy": _on(nodes[number % len(nodes)])}
+                self.shards.append(_started(actor, checked, each, timeout))
+            _await(self.shards, timeout)
+        except BaseException:
+            for shard in self.shards:
+                ray.kill(shard)
+            raise
+
+    def export(self, folder: str | os.PathLike[str], **options: Any) -> list[str]:
+        """Write each shard as a Parquet file ``<shard>.parquet``, on the shards' nodes, as `Table.export` with these
+        options; for ``ray.data.read_parquet(folder)``, for example.
+
+        Args:
+            folder: that all nodes have; it is made.
+
+        Returns:
+            The paths of the files.
+
+        Raises:
+            GearError: an export failed; the message says why.
+        """
+        root = os.path.abspath(os.fspath(folder))
+        os.makedirs(root, exist_ok=True)
+        places = [_ask(shard, "where", _START) for shard in self.shards]
+        paths = [os.path.join(root, f"{where['name']}.parquet") for where in places]
+        tasks = [
+            _EXPORT.options(scheduling_strategy=_on(where["node"])).remote(where["name"], path, options)
+            for where, path in zip(places, paths, strict=True)
+        ]
+        try:
+            ray.get(tasks)
+        except ray.exceptions.RayError as error:
+            raise GearError(f"An export failed: {' '.join(str(error).split())[-1000:]}") from error
+        return paths
+
+    def close(self) -> None:
+        """Remove the tables, not their disks, and end the actors."""
+        ray.get([shard.close.remote() for shard in self.shards])
+        for shard in self.shards:
+            ray.kill(shard)
+
+    def __enter__(self) -> ReplayShards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ReplayShards {self.name!r} of {len(self.shards)} actors>"
+
+
+def _checked(schema: Mapping[str, Column], options: dict[str, Any]) -> dict[str, Column]:
+    """A valid schema; raises for options with which no table can be made."""
+    checked = dict(Schema(schema))
+    for name in ("name", "if_exists"):
+        if name in options:
+            raise TypeError(
+                f"{name} was given; the actor's table has the actor's id as its name. Leave it out."
+            )
+    disk = options.get("disk")
+    tier = {"disk": disk.tier()} if isinstance(disk, Disk) else {"disk": disk}
+    with Table.create(checked, **{**options, **tier}):  # as private memory, which takes none
+        pass
+    return checked
+
+
+def _export(name: str, path: str, options: dict[str, Any]) -> None:
+    with Table.attach(name) as table:
+        table.export(path, **options)
+
+
+_EXPORT: Any = ray.remote(num_cpus=0)(_export)
+
+
+def _on(node: str) -> Any:
+    """On this node as long as it exists."""
+    return NodeAffinitySchedulingStrategy(node, soft=True)
+
+
+def _started(actor: dict[str, Any], schema: Any, options: dict[str, Any], timeout: float) -> Any:
+    """The handle of an actor that is being started."""
+    return _ACTOR.options(**actor).remote(schema, options, secrets.token_hex(32).encode(), timeout)
+
+
+def _await(actors: list[Any], timeout: float) -> None:
+    """Wait until actors serve their tables; kill them if one does not."""
+    try:
+        for actor in actors:
+            _ask(actor, "where", timeout)
+    except GearError:
+        for actor in actors:
+            ray.kill(actor)
+        raise
 
 
 def connect(
@@ -225,17 +265,18 @@ def connect(
     timeout: float = 60.0,
     spool_bytes: int = 256 << 20,
     max_in_flight: int | None = None,
-) -> Table | RemoteTable:
-    """The table of a named `Replay`; `gear_loader.connect` calls it for addresses that begin with ``ray://``.
+) -> Table | RemoteTable | RemoteShards:
+    """The table of a named `Replay`, or those of `ReplayShards`; `gear_loader.connect` calls it for addresses that
+    begin with ``ray://``.
 
     Args:
         url: ``ray://<actor>``, or ``ray://<actor>?namespace=<namespace>``.
-        attach: whether to attach to shared memory if the actor is on this node; False always uses its server.
-        timeout: seconds to wait for the actor, and for the calls of a `RemoteTable`.
+        attach: whether to attach to shared memory if an actor is on this node; False always uses its server.
+        timeout: seconds to wait for the actors, and for the calls of a `RemoteTable`, restarts of the actor included.
         spool_bytes, max_in_flight: of a `RemoteTable`.
 
     Returns:
-        A `Table` on the actor's node, else a `RemoteTable`.
+        A `Table` on the actor's node, else a `RemoteTable`; of `ReplayShards` a `RemoteShards` of these.
 
     Raises:
         TransportError: an invalid address, or Ray is not initialised here.
@@ -248,17 +289,40 @@ def connect(
         raise TransportError(
             f"Ray is not initialised in this process, so {url} cannot be found: call ray.init(address='auto') first."
         )
-    where = _ask(_find(name, namespace, timeout), "where", timeout)
-    if attach and where["node"] == ray.get_runtime_context().get_node_id():
-        with contextlib.suppress(RegionError):  # of a container with shared memory of its own
-            return Table.attach(where["name"])
-    return connect_to(
-        where["url"],
-        secret=where["secret"],
-        timeout=timeout,
-        spool_bytes=spool_bytes,
-        max_in_flight=max_in_flight,
-    )
+    found = _find(name, namespace, timeout)
+    actors = found if isinstance(found, dict) else {name: found}
+    tables: list[Table | RemoteTable] = []
+    try:
+        for known, actor in actors.items():
+            where = _ask(actor, "where", timeout)
+            table: Table | RemoteTable | None = None
+            if attach and where["node"] == ray.get_runtime_context().get_node_id():
+                with contextlib.suppress(RegionError):  # of a container with shared memory of its own
+                    table = Table.attach(where["name"])
+            if table is None:
+                peer = Peer(
+                    _address(actor), secret=where["secret"], timeout=timeout, name=f"the Ray actor {known!r}"
+                )
+                table = RemoteTable(peer, where["name"], url, timeout, spool_bytes, max_in_flight)
+            tables.append(table)
+        return RemoteShards(tables, timeout=timeout) if isinstance(found, dict) else tables[0]
+    except BaseException:
+        for each in tables:
+            each.close()
+        raise
+
+
+def _address(actor: Any) -> Callable[[], str]:
+    """Asks an actor where its server is now."""
+
+    def address() -> str:
+        try:
+            asked = actor.where.options(max_task_retries=0).remote()  # asked again by who connects
+            return split_url(ray.get(asked, timeout=_ASK)["url"]).address
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
+            raise ConnectionRefusedError(f"its Ray actor does not answer ({type(error).__name__})") from None
+
+    return address
 
 
 def _split(url: str) -> tuple[str, str | None]:
@@ -274,19 +338,34 @@ def _split(url: str) -> tuple[str, str | None]:
 
 
 def _find(name: str, namespace: str | None, timeout: float) -> Any:
-    """The actor's handle, as soon as there is one."""
+    """The actor's handle, or those of all shards by their names, as soon as they are there."""
     deadline = time.monotonic() + timeout
     while True:
-        try:
+        with contextlib.suppress(ValueError):
             return ray.get_actor(name, namespace=namespace)
-        except ValueError:
-            if time.monotonic() > deadline:
-                where = "" if namespace is None else f" in the namespace {namespace!r}"
-                raise PeerTimeoutError(
-                    f"There is no Ray actor named {name!r}{where} after {timeout:g} s; expected one made by "
-                    f"gear_loader.integrations.ray.Replay.options(name={name!r}).remote(...)."
-                ) from None
-            time.sleep(0.1)
+        with contextlib.suppress(ValueError):
+            if shards := _shards(name, namespace):
+                return {each: ray.get_actor(each, namespace=namespace) for each in shards}
+        if time.monotonic() > deadline:
+            where = "" if namespace is None else f" in the namespace {namespace!r}"
+            raise PeerTimeoutError(
+                f"There is no Ray actor named {name!r}{where} after {timeout:g} s; expected one made by "
+                f"gear_loader.integrations.ray.Replay.options(name={name!r}).remote(...), or shards made by "
+                f"ReplayShards(..., name={name!r})."
+            )
+        time.sleep(_PAUSE)
+
+
+def _shards(name: str, namespace: str | None) -> list[str]:
+    """The names of all shards in their order; none while some are missing."""
+    within = namespace or ray.get_runtime_context().namespace
+    pattern = re.compile(re.escape(name) + r"-(\d+)-of-(\d+)")
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    found = [pattern.fullmatch(each["name"]) for each in listed if each["namespace"] == within]
+    numbers = sorted((int(each[1]), int(each[2]), each[0]) for each in found if each is not None)
+    count = len(numbers)
+    whole = [number[:2] for number in numbers] == [(number, count) for number in range(count)]
+    return [known for *_, known in numbers] if whole else []
 
 
 def _ask(actor: Any, method: str, timeout: float) -> Any:

@@ -230,6 +230,11 @@ class Selection:
             return self.drawable()
         return self.former.look(lambda snapshot: self.anchors_of(self.view(snapshot)))
 
+    def mass(self) -> tuple[float, float]:
+        """What draws from here weigh beside those of other tables: items, or the sum of the leaves; and the smallest
+        positive leaf where weights need it, else infinity."""
+        return float(self.context.sampler.num_items(self.look())), math.inf
+
     def after_fork(self) -> None:
         """Drop locks of the parent's threads in a forked child."""
 
@@ -271,6 +276,11 @@ class Selection:
                 if not backoff.sleep():
                     raise
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether `fill` draws all batches of an unchanged table: no draw waits, and none calls a user's function."""
+        return False
+
     def new_ticket(self) -> Any:
         """A read ticket for one batch; `draw` takes it, so that an interrupted draw can be undone."""
         return Ticket()
@@ -307,6 +317,15 @@ class Selection:
 
         Returns:
             False, having done nothing, if it needs `draw`.
+        """
+        return False
+
+    def queue_update(self, index: Any, priority: Any, generation: Any, anchor: Any) -> bool:
+        """Queue an update of priorities like one before on a GPU, by compiled calls; stale rows are ignored. Other
+        threads may capture CUDA graphs meanwhile.
+
+        Returns:
+            False, having done nothing, if it needs `update_priority`.
         """
         return False
 

@@ -132,7 +132,7 @@ class PrioritizedSelection(Selection):
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         reader = self.context.table._engine.reader()
         with self.priorities.mutex:
-            found = self._inline(draw, batch.count) if reader.draws_inline else None
+            found = self._inline(draw, batch.count) if reader.draws_inline and not batch.packed else None
             if found is None:
                 return False
             places, counter, since, samples, how = found
@@ -237,6 +237,10 @@ class PrioritizedSelection(Selection):
             if mine is not None and others is not None:
                 mine[which] = others
         return True
+
+    def mass(self) -> tuple[float, float]:
+        with self.priorities.mutex:
+            return self.priorities.summary()
 
     def _importance(self, draw: Draw, leaves: Array) -> Array:
         """Importance weights of drawn leaves, float32 [n]."""

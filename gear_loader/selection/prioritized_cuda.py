@@ -268,8 +268,6 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     ) -> None:
         unit = self.context.sampler.unit
         given = [index, priority, generation, anchor]
-        if stale == "ignore" and self._queue_again(tuple(given)):
-            return
         with self.priorities.mutex:
             self._leaves.raise_late()
         if stale == "error" or not all(part is None or self._is_here(part) for part in given):
@@ -290,11 +288,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def _is_here(self, part: Any) -> bool:
         return isinstance(part, torch.Tensor) and part.device == self._device
 
-    def _queue_again(self, parts: tuple[Any, ...]) -> bool:
-        """Queue an update like one before by compiled calls; False, having done nothing, if that cannot be.
-
-        Where one call has queued the last draw, it is launched with the next one.
-        """
+    def queue_update(self, *parts: Any) -> bool:
+        """See `Selection.queue_update`. Where one call has queued the last draw, it is launched with the next one."""
         kinds = zip(parts, PART_DTYPES, strict=True)
         if not all(part is None or (self._is_here(part) and is_plain(part, kind)) for part, kind in kinds):
             return False

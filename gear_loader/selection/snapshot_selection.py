@@ -12,7 +12,7 @@ from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, Selecti
 from gear_loader.selection.random import signed
 from gear_loader.selection.samplers import REPLACED, Draw, SnapshotSampler, Uniform, anchors
 from gear_loader.storage.counters import VERSION
-from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
+from gear_loader.storage.inline import InlineBatch, Places, uniform_batch, uniform_packed
 from gear_loader.storage.queue_loops import queue_uniform
 from gear_loader.storage.queued import QueuedBatch, QueuedDraw
 from gear_loader.storage.reader import TableReader
@@ -80,13 +80,20 @@ class SnapshotSelection(Selection):
         # For `fill`: a snapshot, and what is drawn from it.
         self._items: tuple[Snapshot, Places] | None = None
 
+    @property
+    def is_quick(self) -> bool:
+        context = self.context
+        waits = context.waits or not context.table._engine.reader().draws_inline
+        return self._draws_uniformly and context.subset is None and not waits
+
     def fill(self, draw: Draw, batch: InlineBatch) -> bool:
         reader = self.context.table._engine.reader()
         found = self._inline(draw, batch.count) if reader.draws_inline else None
         if found is None:
             return False
         given = reader.arrays.block_steps, *self._drawing(draw)
-        return reader.draw_inline(uniform_batch, batch, *found, *given)
+        loop = uniform_packed if batch.packed else uniform_batch
+        return reader.draw_inline(loop, batch, *found, *given)
 
     def queue(self, draw: Draw, batch: QueuedBatch, ticket: Ticket) -> bool:
         reader = self.context.table._engine.reader()

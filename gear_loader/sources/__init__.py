@@ -17,6 +17,7 @@ from gear_loader.sources.lerobot import read_lerobot
 from gear_loader.sources.minari import read_minari
 from gear_loader.sources.named import register
 from gear_loader.sources.npz_episodes import read_npz
+from gear_loader.sources.refreshing import Refresh
 from gear_loader.sources.replay_zarr import read_zarr
 from gear_loader.sources.rlds import read_rlds
 from gear_loader.sources.robomimic import read_robomimic
@@ -26,6 +27,7 @@ from gear_loader.sources.webdataset import read_webdataset
 __all__ = [
     "Episode",
     "EpisodeReader",
+    "Refresh",
     "collect",
     "collect_iter",
     "infer_schema",

@@ -28,14 +28,13 @@ import torch
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import column_of, converted, is_finite_role, plan_dtype
-from gear_loader.storage.codecs import CHANNELS, Codec, Coded
+from gear_loader.storage.codecs import CHANNELS, Codec, Coded, image_codec
 from gear_loader.storage.coders import coder_of
 from gear_loader.storage.dtypes import ITEM_BYTES
 from gear_loader.storage.ragged import msgpack
 from gear_loader.storage.schema import Column
 
 _DEPTH = 16  # most nested structs
-_MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp"}
 _PURPOSE = "Reading a table of Arrow"
 
 Place = Callable[[int | None], str]
@@ -148,11 +147,13 @@ def storage(kind: Any) -> Any:
 
 
 def _tensor_shape(kind: Any) -> tuple[int, ...] | None:
-    """The shape of an extension type of tensors: pyarrow's ``fixed_shape_tensor``, and that of Ray Data."""
+    """The shape of an extension type of tensors in flat lists: pyarrow's ``fixed_shape_tensor``, and that of Ray Data.
+    None of others, such as those of Hugging Face, which are lists of lists."""
     shape = getattr(kind, "shape", None)
     order = list(getattr(kind, "permutation", None) or ())
     plain = isinstance(shape, (list, tuple)) and len(shape) > 0 and order == sorted(order)
-    return tuple(shape or ()) if plain and is_list(kind.storage_type) else None
+    flat = is_list(kind.storage_type) and not is_list(storage(kind.storage_type.value_type))
+    return tuple(shape or ()) if plain and flat else None
 
 
 def leaf_array(array: Any, leaf: ArrowField) -> Any:
@@ -246,10 +247,12 @@ class Scan:
         if self._leaf.kind != "image" or "" in self._formats:
             return
         for value in getattr(array, "dictionary", array):
-            blob = value.as_buffer()
-            name = _MAGIC.get(bytes(blob[:4]), _MAGIC.get(bytes(blob[:3]), ""))
+            blob = memoryview(value.as_buffer()).cast(
+                "B"
+            )  # pyarrow's are of signed bytes, which simplejpeg refuses
+            name = image_codec(blob)
             self._formats.add(name)
-            size = _image_size(name, memoryview(blob)) if name else None
+            size = _image_size(name, blob) if name else None
             if size is None:
                 self._formats.add("")
                 return

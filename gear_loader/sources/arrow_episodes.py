@@ -77,6 +77,17 @@ class StepRows(EpisodeReader):
         self._codes, lengths = self._scan(key)
         schema, payload = planned(rows.source, self._leaves, self._once, keep_float64)
         super().__init__(rows.source, lengths, schema, payload=payload)
+        self.starts, self._parts, self._skipped = self._find_starts()
+
+    def _find_starts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`starts`, and of each the part of the rows where it begins, and the rows before that part."""
+        first = np.full(len(self._last), len(self._codes))
+        np.minimum.at(first, self._codes, np.arange(len(self._codes)))
+        first = np.minimum.accumulate(first[::-1])[::-1]  # of this episode and all that follow
+        begins = np.cumsum([0, *self._rows.counts[:-1]])
+        numbers = np.searchsorted(first, begins)
+        parts = np.flatnonzero((numbers < len(first)) & (np.diff(numbers, append=len(first)) > 0))
+        return numbers[parts], parts, begins[parts]
 
     def _scan(self, key: ArrowField) -> tuple[np.ndarray, np.ndarray]:
         """The episode of each row, numbered as they are complete, and the lengths of episodes."""
@@ -130,8 +141,13 @@ class StepRows(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
-        for first, last in self._passes():
-            yield from self._read(first, last)
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        for begin, end in self._passes():
+            if max(begin, first) < min(end, last):
+                yield from self._read(max(begin, first), min(end, last))
 
     def _passes(self) -> list[tuple[int, int]]:
         """The episodes of each pass over the rows: all, if the rows to be kept meanwhile are few enough."""
@@ -153,9 +169,11 @@ class StepRows(EpisodeReader):
         """The episodes `first` to `last` - 1, by one pass over the rows."""
         kept: dict[int, list[dict[str, Any]]] = {}
         left = self.lengths[first:last].copy()
-        row = 0
+        start = int(np.searchsorted(self.starts, first, side="right")) - 1
+        row = int(self._skipped[start])
         sort = [] if self._sort is None else [self._sort]
-        for batch in self._rows.batches(top(self._rows, self._key, *self._leaves.values(), *sort)):
+        columns = top(self._rows, self._key, *self._leaves.values(), *sort)
+        for batch in self._rows.batches(columns, int(self._parts[start])):
             with readable(self.source):
                 codes = self._coded(batch, lambda value: self._numbers.get(value, -1))
             if not np.array_equal(codes, self._codes[row : row + len(batch)]):
@@ -180,6 +198,8 @@ class StepRows(EpisodeReader):
                 for code in fresh:  # not the whole batch
                     kept[code][-1] = {name: _owned(value) for name, value in kept[code][-1].items()}
             row += len(codes)
+            if last < len(self) and not left.any():
+                return
         if kept or left.any():
             raise self._changed()
 
@@ -366,6 +386,8 @@ class EpisodeRows(EpisodeReader):
         lengths = self._scan()
         schema, payload = planned(rows.source, {**self._steps, **self._once}, set(self._once), keep_float64)
         super().__init__(rows.source, lengths, {name: schema[name] for name in chosen}, payload=payload)
+        self._begins = np.cumsum([0, *rows.counts])[:-1]  # of the parts
+        self.starts = np.unique(self._begins[self._begins < len(lengths)])
 
     def _parts(
         self, batch: Any, leaves: Mapping[str, ArrowField], row: int
@@ -435,9 +457,16 @@ class EpisodeRows(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
         leaves = {**self._steps, **self._once}
-        row = 0
-        for batch in self._rows.batches(self._top(leaves)):
+        part = int(np.searchsorted(self._begins, first, side="right")) - 1
+        row = int(self._begins[part])
+        for batch in self._rows.batches(self._top(leaves), part):
+            if row >= last:
+                return
             with readable(self.source):
                 lengths, arrays = self._parts(batch, leaves, row)
                 if not np.array_equal(lengths, self.lengths[row : row + len(batch)]):
@@ -456,6 +485,8 @@ class EpisodeRows(EpisodeReader):
                 }
             ends = np.cumsum(lengths).tolist()
             for number, end in enumerate(ends):
+                if not first <= row + number < last:
+                    continue
                 begin = ends[number - 1] if number else 0
                 yield Episode(
                     {n: values[n][begin:end] if n in self._steps else values[n][number] for n in self.schema}

@@ -15,6 +15,8 @@ from gear_loader.utils.paths import is_address
 READ_BYTES = 32 * 2**20
 """Bytes of rows that are read at once, about, but at least one row."""
 _MOST_ROWS = 2**16
+_PART_ROWS = 2**12
+"""Rows of a part of a data set of Hugging Face, a multiple of those read at once."""
 _PURPOSE = "Reading Parquet, Arrow, data frames or data sets of Hugging Face"
 
 
@@ -23,17 +25,28 @@ class Rows:
 
     Attributes:
         source: name in errors. schema: Arrow's.
+        counts: rows of each part, as files or their row groups, that can be read without those before; known once all
+            have been read.
     """
 
-    def __init__(self, source: str, schema: Any) -> None:
+    def __init__(self, source: str, schema: Any, parts: int = 1) -> None:
         self.source, self.schema = source, schema
+        self.counts = [0] * parts
 
-    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        """Record batches with these top-level columns, in the order of rows.
+    def batches(self, columns: Sequence[str], first: int = 0) -> Iterator[Any]:
+        """Record batches with these top-level columns, in the order of rows, from the part `first` on.
 
         Raises:
             SourceError: the data cannot be read.
         """
+        counts = [0] * len(self.counts)
+        for part, batch in self.read(columns, first):
+            counts[part] += len(batch)
+            yield batch
+        self.counts[first:] = counts[first:]
+
+    def read(self, columns: Sequence[str], first: int) -> Iterator[tuple[int, Any]]:
+        """As `batches`, each with the part that it belongs to."""
         raise NotImplementedError
 
 
@@ -70,36 +83,43 @@ class FileRows(Rows):
     """Rows of files of one schema, one after another.
 
     Args:
-        open_schema: returns the schema of a file. read: yields the batches of a file with some columns.
+        open_schema: returns the schema of a file, and how many parts it has. read: yields the batches of a file
+            from a part on, with some columns, and the number of the part.
     """
 
     def __init__(
         self,
         paths: Sequence[str],
-        open_schema: Callable[[str], Any],
-        read: Callable[[str, Sequence[str]], Iterator[Any]],
+        open_schema: Callable[[str], tuple[Any, int]],
+        read: Callable[[str, int, Sequence[str]], Iterator[tuple[int, Any]]],
     ) -> None:
         self._paths, self._read = list(paths), read
+        self._begins = [0]  # parts before each file
         schemas = []
-        for path in self._paths:
+        for path in paths:
             with readable(f"The file {path!r}"):
-                schemas.append(open_schema(path))
+                schema, parts = open_schema(path)
+            schemas.append(schema)
+            self._begins.append(self._begins[-1] + parts)
         first = schemas[0]
-        for path, schema in zip(self._paths, schemas, strict=True):
+        for path, schema in zip(paths, schemas, strict=True):
             if not schema.equals(first):
                 differing = [f for f in schema if f not in list(first)] + [
                     f for f in first if f not in list(schema)
                 ]
                 raise SourceError(
-                    f"The file {path!r} has other columns than {self._paths[0]!r}; expected the same. The first that "
+                    f"The file {path!r} has other columns than {paths[0]!r}; expected the same. The first that "
                     f"differs: {differing[0] if differing else 'their order'}."
                 )
         more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
-        super().__init__(f"The file {self._paths[0]!r}{more}", first)
+        super().__init__(f"The file {paths[0]!r}{more}", first, self._begins[-1])
 
-    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        for path in self._paths:
-            yield from _watched(f"The file {path!r}", self._read(path, columns))
+    def read(self, columns: Sequence[str], first: int) -> Iterator[tuple[int, Any]]:
+        for path, begin, end in zip(self._paths, self._begins, self._begins[1:], strict=False):
+            if first < end:
+                batches = self._read(path, max(first - begin, 0), columns)
+                for part, batch in _watched(f"The file {path!r}", batches):
+                    yield begin + part, batch
 
 
 def parquet_rows(pattern: Any) -> Rows:
@@ -112,19 +132,20 @@ def parquet_rows(pattern: Any) -> Rows:
             each = [schema.column(i) for i in range(len(schema))]
             return [leaf.path for leaf in each if leaf.physical_type == "BYTE_ARRAY"]
 
-    def read(path: str, columns: Sequence[str]) -> Iterator[Any]:
+    def read(path: str, first: int, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         # An entry of a dictionary may be large, and often repeated: it stays one.
         with open_source(path) as source, parquet.ParquetFile(source, read_dictionary=texts(path)) as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
             size = max(1, min(_MOST_ROWS, int(READ_BYTES / max(row, 1.0))))
             options = {"batch_size": size, "columns": list(columns), "use_threads": False}
-            for number in range(len(groups)):  # each has its own dictionary
-                yield from file.iter_batches(row_groups=[number], **options)
+            for number in range(first, len(groups)):  # each has its own dictionary
+                for batch in file.iter_batches(row_groups=[number], **options):
+                    yield number, batch
 
-    def schema(path: str) -> Any:
+    def schema(path: str) -> tuple[Any, int]:
         with open_source(path) as source, parquet.ParquetFile(source) as file:
-            return file.schema_arrow
+            return file.schema_arrow, file.metadata.num_row_groups
 
     return FileRows(files_of(pattern, (".parquet", ".pq")), schema, read)
 
@@ -152,18 +173,19 @@ def arrow_rows(pattern: Any) -> Rows:
                 reader = stack.enter_context(kind(memory, options=options))
         return reader
 
-    def read(path: str, columns: Sequence[str]) -> Iterator[Any]:
+    def read(path: str, first: int, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         with contextlib.ExitStack() as stack:
             reader = opened(path, stack, columns)
             numbers = range(reader.num_record_batches) if hasattr(reader, "num_record_batches") else None
             found = map(reader.get_batch, numbers) if numbers is not None else iter(reader)
             for batch in found:
                 batch.validate(full=True)  # offsets that lead out of the file, text that is none
-                yield from _cut(batch.select(list(columns)))
+                for piece in _cut(batch.select(list(columns))):
+                    yield 0, piece
 
-    def schema(path: str) -> Any:
+    def schema(path: str) -> tuple[Any, int]:
         with contextlib.ExitStack() as stack:
-            return opened(path, stack, None).schema
+            return opened(path, stack, None).schema, 1
 
     return FileRows(files_of(pattern, (".arrow", ".feather", ".ipc")), schema, read)
 
@@ -183,10 +205,11 @@ class MemoryRows(Rows):
         super().__init__(source, table.schema)
         self._table = table
 
-    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+    def read(self, columns: Sequence[str], first: int) -> Iterator[tuple[int, Any]]:
         with readable(self.source):
             for batch in self._table.select(list(columns)).to_batches(max_chunksize=_MOST_ROWS):
-                yield from _cut(batch)
+                for piece in _cut(batch):
+                    yield 0, piece
 
 
 class DatasetRows(Rows):
@@ -196,19 +219,24 @@ class DatasetRows(Rows):
         with readable(source):
             if dataset.features is None:
                 dataset = dataset._resolve_features()
-            super().__init__(source, dataset.features.arrow_schema)
+            super().__init__(source, dataset.features.arrow_schema, max(1, -(-len(dataset) // _PART_ROWS)))
         self._dataset = dataset
 
-    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+    def read(self, columns: Sequence[str], first: int) -> Iterator[tuple[int, Any]]:
         embed = require("datasets.table", _PURPOSE).embed_table_storage
         images = [name for name in columns if _is_image(self._dataset.features[name])]
-        arrow = self._dataset.select_columns(list(columns)).with_format("arrow")
-        size = 16 if images else 1024
+        chosen = self._dataset.select_columns(list(columns))
+        if first:
+            chosen = chosen.select(range(first * _PART_ROWS, len(chosen)))
+        arrow, row = chosen.with_format("arrow"), first * _PART_ROWS
+        size = min(16 if images else 1024, _PART_ROWS)
         for table in _watched(self.source, arrow.iter(batch_size=size)):
             with readable(self.source):
                 table = embed(table) if images else table
                 for batch in table.combine_chunks().to_batches():
-                    yield from _cut(batch)
+                    for piece in _cut(batch):
+                        yield row // _PART_ROWS, piece
+                row += len(table)
 
 
 def _is_image(feature: Any) -> bool:
@@ -227,11 +255,12 @@ class RayRows(Rows):
         self._dataset = dataset
         dataset.context.execution_options.preserve_order = True  # it is read more than once
 
-    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+    def read(self, columns: Sequence[str], first: int) -> Iterator[tuple[int, Any]]:
         chosen = self._dataset.select_columns(list(columns))
         for table in _watched(self.source, chosen.iter_batches(batch_format="pyarrow", batch_size=4096)):
             for batch in table.combine_chunks().to_batches():
-                yield from _cut(batch)
+                for piece in _cut(batch):
+                    yield 0, piece
 
 
 def object_rows(source: Any) -> Rows:

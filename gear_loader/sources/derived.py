@@ -23,10 +23,13 @@ class Renamed(EpisodeReader):
             {name: reader.schema[c] for name, c in chosen.items()},
             [name for name, c in chosen.items() if c in reader.finals],
         )
-        self._reader, self._chosen = reader, chosen
+        self._reader, self._chosen, self.starts = reader, chosen, reader.starts
 
     def __iter__(self) -> Iterator[Episode]:
-        for episode in self._reader:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        for episode in self._reader.between(first, last):
             final = final_of(episode)
             yield Episode(
                 {name: episode[column] for name, column in self._chosen.items()},
@@ -65,9 +68,33 @@ class Filtered(EpisodeReader):
         if not kept:
             raise SourceError(f"{reader.source}: filter= takes none of {len(reader)} episodes; expected one.")
         super().__init__(reader.source, reader.lengths[kept], reader.schema, reader.finals)
-        self._reader, self._kept = reader, frozenset(kept)
+        self._reader, self._kept = reader, np.array(kept)
+        starts = np.searchsorted(self._kept, reader.starts)
+        self.starts = np.unique(starts[starts < len(kept)])
 
     def __iter__(self) -> Iterator[Episode]:
-        for number, episode in enumerate(self._reader):
-            if number in self._kept:
-                yield episode
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        kept = self._kept[first:last].tolist()
+        if kept:
+            wanted = frozenset(kept)
+            for number, episode in enumerate(self._reader.between(kept[0], kept[-1] + 1), kept[0]):
+                if number in wanted:
+                    yield episode
+
+
+class Part(EpisodeReader):
+    """The episodes `first` to `last` - 1 of another reader."""
+
+    def __init__(self, reader: EpisodeReader, first: int, last: int) -> None:
+        super().__init__(reader.source, reader.lengths[first:last], reader.schema, reader.finals)
+        self._reader, self._first = reader, first
+        inner = reader.starts[(reader.starts > first) & (reader.starts < last)]
+        self.starts = np.concatenate([[0], inner - first])
+
+    def __iter__(self) -> Iterator[Episode]:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        return self._reader.between(self._first + first, self._first + last)

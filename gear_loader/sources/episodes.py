@@ -23,6 +23,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,8 @@ class EpisodeReader(abc.ABC):
         finals: the columns of `Episode.final`.
         payload: bytes that all values of any length take together, if that is known, or an upper bound; else None, and
             `load` reads them once more to make a table of that size.
+        starts: numbers of episodes, int64 [m], ascending from 0, at which `between` can begin without reading what is
+            before: where files begin, or each one. By default 0 alone.
 
     Columns may be of any that a table has. Values of any length, ``Column(str)``, ``Column(bytes)``, a shape that
     begins with None, or a codec, are given as `gear_loader.Table.add` takes them: a list with a value for each step, or
@@ -95,6 +98,7 @@ class EpisodeReader(abc.ABC):
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.lengths.flags.writeable = False
         self.schema = dict(schema)
+        self.starts = np.zeros(1, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -112,8 +116,22 @@ class EpisodeReader(abc.ABC):
             SourceError: the data are damaged; the message names the episode, the column and the step.
         """
 
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """Read the episodes `first` to `last` - 1; as iteration. By default what is before them is read too."""
+        return itertools.islice(iter(self), first, last)
+
     def __repr__(self) -> str:
         return f"<{self.source}: {len(self)} episodes, {self.num_steps} steps, columns {list(self.schema)}>"
+
+
+def chunk_starts(ends: np.ndarray, rows: int) -> np.ndarray:
+    """`EpisodeReader.starts` of steps one after another, in chunks of so many that are read as a whole.
+
+    Args:
+        ends: step after the last one of each episode, int64 [n].
+    """
+    starts = np.concatenate([[0], ends[:-1]]) // max(rows, 1)
+    return np.flatnonzero(np.diff(starts, prepend=-1))
 
 
 def infer_schema(episodes: Any) -> dict[str, Column]:

@@ -76,7 +76,7 @@ class Filling:
                     gathered.add(piece)
             for piece in self._cut(episodes):
                 with in_source(reader, self.added):
-                    slots = _add(table, piece, self.priority)
+                    slots = add(table, piece, self.priority)
                 self.added += len(piece)
                 if gathered is not None:
                     gathered.add(piece)
@@ -113,23 +113,19 @@ class Filling:
 
     def _cut(self, episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
         """Episodes in pieces of at most `piece` bytes, but at least one episode."""
-        most, ragged = self.table._engine.region.layout.payload, list(self.table.schema.ragged)
+        ragged = list(self.table.schema.ragged)
         piece: list[Episode] = []
         taken = 0
         limits, used = np.array(self._most()), np.zeros(4)
         block_steps = self.table._engine.region.layout.block_steps
         for episode in episodes:
-            long = sum(_text_size(episode[name]) for name in ragged if name in episode)
-            if long > most and self.piece is not None:  # before a copy of them is made
-                raise SourceError(
-                    f"{self.reader.source}: an episode has {long:,} bytes of values of any length; the table has "
-                    f"{most:,} for those of all. Give it more: payload=, or Memory(payload=)."
-                )
-            size = 0 if self.piece is None else sum(map(_size, episode.values()))
+            if self.piece is not None:
+                refuse_long(self.table, self.reader.source, episode)
+            size = 0 if self.piece is None else sum(map(size_of, episode.values()))
             steps = self._steps(episode)
             blocks = -(-(steps + 1) // block_steps)
             own = np.array(
-                [1, steps, blocks, sum(_size(episode[name]) for name in ragged if name in episode)]
+                [1, steps, blocks, sum(size_of(episode[name]) for name in ragged if name in episode)]
             )
             if (
                 piece
@@ -146,8 +142,17 @@ class Filling:
             yield piece
 
 
-def first_missing(table: Table, reader: EpisodeReader, lengths: np.ndarray) -> int:
-    """How many of a reader's first episodes a table has been given, if it was given nothing else.
+def first_missing(
+    table: Table,
+    source: str,
+    lengths: np.ndarray,
+    numbers_of: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> int:
+    """How many episodes of a source a table has been given, if it was given nothing else.
+
+    Args:
+        source: its name. lengths: of its first episodes. numbers_of: the episodes at some positions in the order in
+            which they were given; None: they were given in their order, once.
 
     Raises:
         SourceError: it holds other trajectories.
@@ -156,13 +161,29 @@ def first_missing(table: Table, reader: EpisodeReader, lengths: np.ndarray) -> i
     given = table.stats().num_inserted
     numbers = table._engine.index.arrays.sequence[slots]
     numbers = numbers - numbers.max(initial=-1) + given - 1
-    fits = given <= len(lengths) and len(numbers) == len(table) and bool((numbers >= 0).all())
+    fits = len(numbers) == len(table) and bool((numbers >= 0).all())
+    fits &= numbers_of is not None or given <= len(lengths)
+    if fits and numbers_of is not None:
+        numbers = numbers_of(numbers)
     if not fits or not np.array_equal(lengths[numbers], table.lengths()):
+        order = "first" if numbers_of is None else "last in the order of refresh="
         raise SourceError(
             f"resume=True was given, and the table, to which {given:,} trajectories were added, holds others than the "
-            f"first of {len(lengths):,} of {reader.source}; expected a table that was loaded from it alone."
+            f"{order} of {len(lengths):,} of {source}; expected a table that was loaded from it alone, with the same "
+            "options."
         )
     return int(given)
+
+
+def refuse_long(table: Table, source: str, episode: Episode) -> None:
+    """Raise SourceError if a table cannot hold the text and encoded values of an episode, before they are copied."""
+    most = table._engine.region.layout.payload
+    size = sum(_text_size(episode[name]) for name in table.schema.ragged if name in episode)
+    if size > most:
+        raise SourceError(
+            f"{source}: an episode has {size:,} bytes of values of any length; the table has {most:,} for those of "
+            "all. Give it more: payload=, or Memory(payload=)."
+        )
 
 
 @contextlib.contextmanager
@@ -174,7 +195,7 @@ def in_source(reader: EpisodeReader, first: int) -> Iterator[None]:
         raise SourceError(f"{reader.source}, counted from episode {first}: {error}") from error
 
 
-def _add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
+def add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
     """`Table.extend`, with the final values of episodes that have them."""
     finals = np.array([bool(episode.final) for episode in episodes], dtype=np.int64)
     if not finals.any():
@@ -184,14 +205,14 @@ def _add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
     return table._engine.store(rows, checked_priorities(priority, len(rows)), finals=finals)
 
 
-def _size(values: Any) -> int:
+def size_of(values: Any) -> int:
     """Bytes of the values of a column, about."""
     if isinstance(values, (np.ndarray, torch.Tensor)):
         return int(values.nbytes)
     if isinstance(values, Ragged):
         return int(values.values.nbytes + values.offsets.nbytes)
     if isinstance(values, (list, tuple)):
-        return sum(map(_size, values))
+        return sum(map(size_of, values))
     return len(values) if isinstance(values, (str, bytes)) else 64
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -159,10 +159,16 @@ def _fits(own: Column, column: Column) -> bool:
     return same or (given.kind == "coded" and wanted.kind == "bytes")
 
 
-def fitted_episodes(reader: EpisodeReader, table: Table) -> Iterator[Episode]:
-    """The episodes of a reader, of which `check_fit` has approved, as a table stores them."""
+def fitted_episodes(
+    reader: EpisodeReader, table: Table, episodes: Iterable[Episode] | None = None, first: int = 0
+) -> Generator[Episode]:
+    """The episodes of a reader, of which `check_fit` has approved, as a table stores them.
+
+    Args:
+        episodes: those of the reader from `first` on; None: all.
+    """
     finals: Mapping[str, Column] = table.schema.finals or {}
-    for number, episode in enumerate(reader):
+    for number, episode in enumerate(reader if episodes is None else episodes, first):
         where = f"{reader.source}, episode {number}{{}}: column "
         values: dict[str, Any] = {
             name: fitted(episode[name], column, f"{where}{name!r}", finite=False)

@@ -26,6 +26,7 @@ from gear_loader.sources.episodes import (
     Episode,
     EpisodeReader,
     check_count,
+    chunk_starts,
     column_of,
     converted,
     is_finite_role,
@@ -195,6 +196,8 @@ class HDF5Episodes(EpisodeReader):
             dtype = plan_dtype(array.role, array.dtype, what, keep_float64=keep_float64)
             schema[name] = column_of(dtype, array.step_shape, what)
         super().__init__(source, self._ends - starts, schema, self._following)
+        chunks = [array.chunk_rows for array in self._columns.values() if array is not None]
+        self.starts = chunk_starts(self._ends, max(chunks, default=1))
 
     def _check_rows(self, file: Any, source: str) -> int:
         for array in self._flags:
@@ -249,26 +252,29 @@ class HDF5Episodes(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the trajectories in order; see `EpisodeReader`."""
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
         arrays = [array for array in self._columns.values() if array is not None]
         row_bytes = sum(array.row_bytes for array in arrays) + 1
         # A chunk is decompressed as a whole: reading less of it at a time would do so again and again.
         rows = max(READ_BYTES // row_bytes, *(array.chunk_rows for array in arrays), 1)
         with open_file(self._path, self.source) as file:
-            first = 0
-            while first < len(self):
+            while first < last:
                 start = int(self._ends[first - 1]) if first else 0
-                last = max(first + 1, int(np.searchsorted(self._ends, start + rows, side="right")))
-                stop = int(self._ends[last - 1])
-                slab = {name: self._load(file, name, first, last, start, stop) for name in self._columns}
-                finals = {name: self._load_finals(file, name, first, last) for name in self._following}
-                for number in range(first, last):
-                    end, length = int(self._ends[number]), int(self.lengths[number])
-                    piece = slice(end - length - start, end - start)
+                end = min(last, max(first + 1, int(np.searchsorted(self._ends, start + rows, side="right"))))
+                stop = int(self._ends[end - 1])
+                slab = {name: self._load(file, name, first, end, start, stop) for name in self._columns}
+                finals = {name: self._load_finals(file, name, first, end) for name in self._following}
+                for number in range(first, end):
+                    place, length = int(self._ends[number]), int(self.lengths[number])
+                    piece = slice(place - length - start, place - start)
                     yield Episode(
                         {name: values[piece] for name, values in slab.items()},
                         {name: values[number - first] for name, values in finals.items()},
                     )
-                first = last
+                first = end
 
     def _load(self, file: Any, name: str, first: int, last: int, start: int, stop: int) -> Any:
         """Read one column of the trajectories `first` to `last` - 1, which are the steps `start` to `stop` - 1."""

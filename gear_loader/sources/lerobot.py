@@ -36,6 +36,7 @@ def read_lerobot(
     episodes: Collection[int] | None = None,
     tolerance_s: float = 1e-4,
     revision: str | None = None,
+    per_trajectory: Collection[str] = (),
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
     download: bool = False,
@@ -62,6 +63,7 @@ def read_lerobot(
         split: of ``meta/info.json``, such as ``"train"``; by default all episodes.
         episodes: numbers of the episodes to take, in any order; they come in the order of the data set.
         tolerance_s: seconds by which a frame of a video may differ from its step.
+        per_trajectory: columns with one value in each episode, which is then stored once; names in the table.
         revision: of a data set on the Hub, a branch, a tag or a commit.
         keep_float64: keep float64 columns instead of making them float32.
         allow_nonfinite: take NaN and infinite values of the column ``reward``, which otherwise are an error.
@@ -93,6 +95,7 @@ def read_lerobot(
         columns,
         wanted,
         float(tolerance_s),
+        per_trajectory,
         keep_float64=keep_float64,
         allow_nonfinite=allow_nonfinite,
     )
@@ -148,6 +151,7 @@ class LeRobotEpisodes(EpisodeReader):
         columns: Columns,
         wanted: set[int] | None,
         tolerance: float,
+        once: Collection[str],
         *,
         keep_float64: bool,
         allow_nonfinite: bool,
@@ -168,7 +172,7 @@ class LeRobotEpisodes(EpisodeReader):
             rows,
             "episode_index",
             None,
-            (),
+            once,
             columns=inner | hidden,
             keep_float64=keep_float64,
             allow_nonfinite=allow_nonfinite,
@@ -202,14 +206,16 @@ class LeRobotEpisodes(EpisodeReader):
                 schema[name] = self._rows.schema[name]
         if payload is not None and self._task is not None:
             longest = max((len(text.encode(errors="replace")) for text in meta.tasks.values()), default=0)
-            once = schema[self._task].trajectory
-            payload += longest * (len(self._numbers) if once else self._rows.num_steps)
+            one = schema[self._task].trajectory
+            payload += longest * (len(self._numbers) if one else self._rows.num_steps)
         super().__init__(
             source,
             self._rows.lengths[self._taken],
             schema,
             payload=None if self._videos else payload,
         )
+        starts = (np.cumsum(self._taken) - self._taken)[self._rows.starts]
+        self.starts = np.unique(starts[starts < len(self)])
 
     def stats(self) -> dict[str, dict[str, np.ndarray]]:
         """LeRobot's statistics: feature -> ``"mean"``, ``"std"``, ``"min"``, ``"max"``, ``"count"``, and quantiles if
@@ -239,7 +245,13 @@ class LeRobotEpisodes(EpisodeReader):
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
         self.reencoded = 0
-        for position, inner in enumerate(self._rows):
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        taken = np.flatnonzero(self._taken)[first:last]
+        begin, end = (int(taken[0]), int(taken[-1]) + 1) if len(taken) else (0, 0)
+        for position, inner in enumerate(self._rows.between(begin, end), begin):
             number = self._numbers[position]
             if not self._taken[position]:
                 continue

@@ -27,12 +27,22 @@ from gear_loader.utils.arrays import shown
 
 _VERSION = re.compile(r"v?([23])\.[0-9]+")
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{1,2})d)?\}")
+_LEVEL = re.compile(r"q\d{2}")
 _MOST_BYTES = 2**30  # of a file of meta
+CHUNK_FILES = 1000
+"""Files of a folder, in v3.0."""
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 _VIDEOS = {
     2: "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
-    3: "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    3: VIDEO_PATH,
 }
 _NUMBERS = ("chunk_index", "file_index", "from_timestamp")
+
+
+def file_place(number: int) -> dict[str, int]:
+    """What is put into a path of v3.0 of the n-th file."""
+    return {"chunk_index": number // CHUNK_FILES, "file_index": number % CHUNK_FILES}
 
 
 class Meta:
@@ -179,7 +189,7 @@ class Meta:
             ]
             parts = [self._stats_of(line.get("stats"), "meta/episodes_stats.jsonl") for line in lines]
             names = dict.fromkeys(name for part in parts for name in part)
-            return {name: _together([part[name] for part in parts if name in part]) for name in names}
+            return {name: together([part[name] for part in parts if name in part]) for name in names}
         return self._stats_of(self._json("meta/stats.json"), "meta/stats.json")
 
     def _stats_of(self, given: Any, where: str) -> dict[str, dict[str, np.ndarray]]:
@@ -237,12 +247,16 @@ class Meta:
         return value
 
 
-def _together(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Statistics of all steps, of those of parts of them."""
+def together(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Statistics of all steps, of those of parts of them; quantiles as LeRobot has them, means of those of the parts.
+
+    {} if one lacks some.
+    """
     needed = ("min", "max", "mean", "std", "count")
     if not all(name in part for part in parts for name in needed):
         return {}
-    stacked = {name: np.stack([part[name] for part in parts]) for name in needed}
+    levels = [name for name in parts[0] if _LEVEL.fullmatch(name) and all(name in part for part in parts)]
+    stacked = {name: np.stack([part[name] for part in parts]) for name in (*needed, *levels)}
     count = stacked["count"].reshape(len(parts), *(1,) * (stacked["mean"].ndim - 1))
     mean = (stacked["mean"] * count).sum(0) / count.sum()
     variance = ((stacked["std"] ** 2 + (stacked["mean"] - mean) ** 2) * count).sum(0) / count.sum()
@@ -252,4 +266,5 @@ def _together(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         "mean": mean,
         "std": np.sqrt(variance),
         "count": stacked["count"].sum(0),
+        **{name: (stacked[name] * count).sum(0) / count.sum() for name in levels},
     }

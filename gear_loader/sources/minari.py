@@ -133,6 +133,7 @@ class MinariEpisodes(EpisodeReader):
         }
         last = {*observed, *self._infos}
         super().__init__(source, lengths, schema, [n for n, role in self._chosen.items() if role in last])
+        self.starts = np.arange(len(lengths))
 
     def _column(self, role: str, what: str, keep_float64: bool) -> Column:
         if role in self._leaves:
@@ -173,7 +174,11 @@ class MinariEpisodes(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
-        for position in range(len(self)):
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        for position in range(first, last):
             loaded = self._load(self.source, position)
             self._check_lengths(position, loaded)
             values = {name: self._values(position, loaded, name, role) for name, role in self._chosen.items()}

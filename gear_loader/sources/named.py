@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import inspect
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,35 +13,37 @@ from gear_loader.sources.source_loading import Named, load
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import flag
+from gear_loader.utils.registry import Registry, option_names
 
-GROUP = "gear_loader.sources"
-"""The entry points by which a package adds kinds of names."""
-
-_KIND = re.compile(r"[a-z][a-z0-9_-]+")
-# Kinds -> openers, or where these are: imported on first use.
-_OPENERS: dict[str, Callable[..., Any] | str] = {
-    "arrow": "arrow_sources:read_arrow",
-    "hdf5": "hdf5:read_hdf5",
-    "hf": "arrow_sources:read_hf",
-    "lerobot": "lerobot:read_lerobot",
-    "minari": "minari:read_minari",
-    "npz": "npz_episodes:read_npz",
-    "parquet": "arrow_sources:read_parquet",
-    "rlds": "rlds:read_rlds",
-    "robomimic": "robomimic:read_robomimic",
-    "webdataset": "webdataset:read_webdataset",
-    "zarr": "replay_zarr:read_zarr",
-}
-_SUFFIXES = {
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".h5": "hdf5",
-    ".hdf5": "hdf5",
-    ".npz": "npz",
-    ".parquet": "parquet",
-    ".tar": "webdataset",
-    ".zarr": "zarr",
-}
+_HERE = "gear_loader.sources"
+registry = Registry(
+    "gear_loader.sources",
+    "opener",
+    SourceError,
+    {
+        "arrow": f"{_HERE}.arrow_sources:read_arrow",
+        "hdf5": f"{_HERE}.hdf5:read_hdf5",
+        "hf": f"{_HERE}.arrow_sources:read_hf",
+        "lerobot": f"{_HERE}.lerobot:read_lerobot",
+        "minari": f"{_HERE}.minari:read_minari",
+        "npz": f"{_HERE}.npz_episodes:read_npz",
+        "parquet": f"{_HERE}.arrow_sources:read_parquet",
+        "rlds": f"{_HERE}.rlds:read_rlds",
+        "robomimic": f"{_HERE}.robomimic:read_robomimic",
+        "webdataset": f"{_HERE}.webdataset:read_webdataset",
+        "zarr": f"{_HERE}.replay_zarr:read_zarr",
+    },
+    {
+        ".arrow": "arrow",
+        ".feather": "arrow",
+        ".h5": "hdf5",
+        ".hdf5": "hdf5",
+        ".npz": "npz",
+        ".parquet": "parquet",
+        ".tar": "webdataset",
+        ".zarr": "zarr",
+    },
+)
 _LOAD = frozenset(inspect.signature(load).parameters) - {"source", "table"}
 _SHARED = frozenset(
     {"columns", "keep_float64", "allow_nonfinite", "max_trajectories", "download", "per_trajectory"}
@@ -74,43 +73,12 @@ def register(kind: str, opener: Callable[..., Any]) -> None:
     Example: ``gear.sources.register("mine", lambda name, *, split="train": read_episodes(f"/data/{name}/{split}"))``,
     and then ``gear.load_dataset("mine:door", split="test")``.
     """
-    if not isinstance(kind, str) or not _KIND.fullmatch(kind) or not callable(opener):
-        raise SourceError(
-            f"kind {shown(kind)} and opener {shown(opener)} were received; expected a name such as 'mine', and a "
-            "function."
-        )
-    if kind in _OPENERS:
-        raise SourceError(
-            f"The kind {kind!r} is known already; expected a new one, other than {list(_OPENERS)}."
-        )
-    _OPENERS[kind] = opener
-
-
-def _opener(kind: str) -> Callable[..., Any] | None:
-    """What opens names of a kind; None if it is not known."""
-    found = _OPENERS.get(kind)
-    if isinstance(found, str):
-        module, _, name = found.partition(":")
-        found = getattr(importlib.import_module(f"gear_loader.sources.{module}"), name)
-    if found is None:
-        for point in importlib.metadata.entry_points(group=GROUP, name=kind):
-            found = point.load()
-            if not callable(found):
-                raise SourceError(
-                    f"The entry point {point.value!r} of the kind {kind!r} is {shown(found)}; expected a function."
-                )
-            break
-    return found
+    registry.register(kind, opener)
 
 
 def _named(kind: str, opener: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Named:
     """A source of this name; `options`: of the opener alone."""
-    try:
-        parameters = inspect.signature(opener).parameters
-    except (TypeError, ValueError):  # a function in C without a signature
-        parameters = inspect.signature(lambda name, **options: None).parameters
-    any_option = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    own = [each.name for each in list(parameters.values())[1:] if each.kind in _BY_NAME]
+    own, any_option = option_names(opener, 1)
     unknown = [option for option in options if option not in own]
     if unknown and not any_option:
         most = sorted({*own, *_LOAD} - _HIDDEN)
@@ -118,13 +86,7 @@ def _named(kind: str, opener: Callable[..., Any], name: str, options: Mapping[st
     return Named(opener, name, dict(options), _SHARED & set(own))
 
 
-_BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _HIDDEN = frozenset({"download"})
-
-
-def kinds() -> list[str]:
-    """The kinds of names that are known, those of installed packages too."""
-    return sorted({*_OPENERS, *(point.name for point in importlib.metadata.entry_points(group=GROUP))})
 
 
 def load_dataset(
@@ -158,21 +120,15 @@ def load_dataset(
         )
     kind, name = "", os.fspath(source)
     if isinstance(source, str) and not os.path.exists(source):
-        kind, colon, rest = source.partition(":")
-        if not colon or not _KIND.fullmatch(kind) or rest.startswith("//"):
-            kind = ""
-        elif _opener(kind) is None:
-            raise SourceError(
-                f"The prefix of {source!r} is not known; expected one of {[f'{each}:' for each in kinds()]}, or the "
-                "path of a file."
-            )
-        else:
-            name = rest
+        kind, name = registry.split(source)
     if not kind:
-        kind = _SUFFIXES.get(os.path.splitext(str(name))[1].lower(), "minari")
-        download = False
-    opener = _opener(kind)
-    assert opener is not None
+        kind, download = registry.by_suffix(str(name)) or "minari", False
+    opener = registry.function(kind)
+    if opener is None:
+        raise SourceError(
+            f"The prefix of {source!r} is not known; expected one of {[f'{each}:' for each in registry.kinds()]}, or "
+            "the path of a file."
+        )
     known = {option: value for option, value in options.items() if option in _LOAD}
     own = {option: value for option, value in options.items() if option not in _LOAD}
     opening = _named(kind, opener, str(name), own)

@@ -119,6 +119,7 @@ class NpzEpisodes(EpisodeReader):
         super().__init__(
             f"The directory {os.path.dirname(paths[0])!r}", np.array(lengths), schema, payload=payload
         )
+        self.starts = np.arange(len(lengths))
 
     def _planned(self, header: _ArrayHeader, role: str, path: str, once: bool, keep_float64: bool) -> Column:
         what = f"The file {path!r}: column {role!r}"
@@ -156,7 +157,11 @@ class NpzEpisodes(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
-        for number, path in enumerate(self._paths):
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        for number, path in enumerate(self._paths[first:last], first):
             arrays = _read(path, self._chosen.values())
             found = {role: _ArrayHeader(array.shape, array.dtype) for role, array in arrays.items()}
             if self._length(found, path, self.schema) != self.lengths[number]:

@@ -21,6 +21,7 @@ from gear_loader.sources.episodes import (
     Columns,
     Episode,
     EpisodeReader,
+    chunk_starts,
     column_of,
     converted,
     is_finite_role,
@@ -137,23 +138,29 @@ class ZarrEpisodes(EpisodeReader):
                 self._rows = max(self._rows, int(array.chunks[0]))
                 self._known[name] = (paths[role], tuple(array.shape), array.dtype)
                 row_bytes += math.prod(array.shape[1:]) * array.dtype.itemsize
-            self._rows = max(READ_BYTES // max(row_bytes, 1), min(self._rows, rows))
+            chunk, self._rows = self._rows, max(READ_BYTES // max(row_bytes, 1), min(self._rows, rows))
         super().__init__(source, np.diff(self._ends, prepend=0), schema)
+        self.starts = chunk_starts(self._ends, chunk)
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
         with _OpenGroup(self._path, self.source) as group:
-            first = 0
-            while first < len(self):
+            while first < last:
                 start = int(self._ends[first - 1]) if first else 0
-                last = max(first + 1, int(np.searchsorted(self._ends, start + self._rows, side="right")))
-                stop = int(self._ends[last - 1])
+                end = min(
+                    last, max(first + 1, int(np.searchsorted(self._ends, start + self._rows, side="right")))
+                )
+                stop = int(self._ends[end - 1])
                 slab = {name: self._load(group, name, first, start, stop) for name in self._chosen}
-                for number in range(first, last):
-                    end, length = int(self._ends[number]), int(self.lengths[number])
-                    piece = slice(end - length - start, end - start)
+                for number in range(first, end):
+                    place, length = int(self._ends[number]), int(self.lengths[number])
+                    piece = slice(place - length - start, place - start)
                     yield Episode({name: values[piece] for name, values in slab.items()})
-                first = last
+                first = end
 
     def _load(self, group: Any, name: str, first: int, start: int, stop: int) -> np.ndarray:
         """One column of the steps `start` to `stop` - 1, the first of which begins an episode."""

@@ -29,6 +29,7 @@ from gear_loader.sources.episodes import (
     select,
 )
 from gear_loader.sources.tfrecord import Feature, Records, features_of
+from gear_loader.storage.codecs import image_codec
 from gear_loader.storage.schema import Column
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.lazy_torch import torch
@@ -37,7 +38,6 @@ from gear_loader.utils.paths import local_path
 _MOST_BYTES = 2**26  # of a file of metadata
 _DEPTH = 16
 _TEXT_DTYPES = ("string", "object", "str", "str_")
-_MAGIC = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg"}
 _SHARD = re.compile(r".*-(\d{5,})-of-(\d{5,})")
 
 
@@ -167,13 +167,16 @@ class RLDSEpisodes(EpisodeReader):
             column = _column(leaf, formats.get(name, ""), f"{source}: column {leaf.name!r}", keep_float64)
             schema[name] = once_of(column) if name in self._once or not leaf.step else column
         super().__init__(source, lengths, schema, payload=payload)
+        self.starts = np.unique([begin for begin in self._begins if begin < len(self)])
 
     def _scan(self, counts: Sequence[int | None], source: str) -> tuple[np.ndarray, int, dict[str, str]]:
         """Lengths of the episodes, most bytes of values of any length, and the formats of images."""
         lengths: list[int] = []
         payload, formats = 0, dict[str, str]()
+        self._begins: list[int] = []  # of the files
         for path, count in zip(self._paths, counts, strict=True):
             before = len(lengths)
+            self._begins.append(before)
             with Records(path).opened(check=False) as records:
                 for record in records:
                     with _readable(f"{source}, episode {len(lengths)}"):
@@ -184,8 +187,7 @@ class RLDSEpisodes(EpisodeReader):
                         for name, leaf in self._leaves.items():
                             payload += _most_bytes(found, leaf)
                             if leaf.kind == "image" and name not in formats and leaf.key in found:
-                                head = bytes(next(iter(found[leaf.key].blobs()), b"")[:4])
-                                formats[name] = _MAGIC.get(head, _MAGIC.get(head[:3], ""))
+                                formats[name] = image_codec(next(iter(found[leaf.key].blobs()), b""))
                         del found
             if count is not None and len(lengths) - before != count:
                 raise SourceError(
@@ -198,16 +200,25 @@ class RLDSEpisodes(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
-        number = 0
-        for path in self._paths:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
+        for path, start, end in zip(self._paths, self._begins, [*self._begins[1:], len(self)], strict=True):
+            if end <= first or last <= start:
+                continue
+            number = start
             with Records(path).opened(check=True) as records:
                 for record in records:
-                    if number >= len(self):
+                    if number >= end:
                         raise SourceError(f"{self.source} has more episodes than before; expected the same.")
-                    yield self._episode(number, record)
+                    if number >= first:
+                        yield self._episode(number, record)
                     number += 1
-        if number < len(self):
-            raise SourceError(f"{self.source} has fewer episodes than before; expected the same.")
+                    if number == last < end:
+                        return
+            if number < end:
+                raise SourceError(f"{self.source} has fewer episodes than before; expected the same.")
 
     def _episode(self, number: int, record: memoryview) -> Episode:
         values: dict[str, Any] = {}

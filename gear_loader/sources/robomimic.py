@@ -145,6 +145,7 @@ class RobomimicEpisodes(EpisodeReader):
         lengths = [next(iter(arrays.values())).shape[0] for arrays in self._arrays]
         finals = [name for name in chosen if all(name in each for each in self._next)]
         super().__init__(source, np.array(lengths, dtype=np.int64), schema, finals)
+        self.starts = np.arange(len(lengths))
 
     def _check(self, arrays: dict[str, FileArray], demo: str, source: str) -> None:
         """Raise SourceError unless a demonstration has steps, as many in each column, as the first one has them."""
@@ -164,8 +165,12 @@ class RobomimicEpisodes(EpisodeReader):
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the demonstrations in order; see `EpisodeReader`."""
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        """See `EpisodeReader`."""
         with open_file(self._path, self.source) as file:
-            for position, steps in enumerate(self.lengths.tolist()):
+            for position, steps in enumerate(self.lengths[first:last].tolist(), first):
                 arrays, following = self._arrays[position], self._next[position]
                 yield Episode(
                     {name: self._read(file, position, name, arrays[name], 0, steps) for name in arrays},

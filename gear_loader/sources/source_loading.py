@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.sources.derived import Filtered, Renamed
+from gear_loader.sources.derived import Filtered, Part, Renamed
 from gear_loader.sources.episodes import (
     Columns,
     EpisodeReader,
@@ -25,6 +26,7 @@ from gear_loader.sources.fitting import check_fit, fitted
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.iterables import IterableReader
 from gear_loader.sources.minari import read_minari
+from gear_loader.sources.refreshing import Passes, Refresh, Refreshing, holds_all, part_of
 from gear_loader.sources.time_steps import how_to_cut, is_frame
 from gear_loader.storage.background_loading import Loading
 from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packing
@@ -67,6 +69,8 @@ def load(
     payload: int | str | None = None,
     download: bool = False,
     progress: bool = True,
+    refresh: Refresh | bool = False,
+    shard: tuple[int, int] | None = None,
 ) -> Table:
     """Fill a table with all trajectories of a source, or with none if an error occurs.
 
@@ -111,10 +115,10 @@ def load(
             names them. Files are then read twice, to know the size of the table.
         statistics: whether to gather statistics of what is added: `Table.statistics`, saved with the table.
         max_bytes: take the first trajectories that take so many bytes at most, an int or a text such as ``"8GiB"``,
-            without the ends of blocks and the index.
-        wait: whether to return when all is loaded. If False, a thread of low priority fills the table while it can be
-            drawn from: `Table.loading`. Then it is not all or none: after an error, which ``table.loading.wait()``
-            raises, the table keeps what was added.
+            without the ends of blocks and the index. With `refresh` the table made here has room for so many.
+        wait: whether to return when all is loaded, or with `refresh` when the table is full. If False, a thread of low
+            priority fills the table while it can be drawn from: `Table.loading`. Then it is not all or none: after an
+            error, which ``table.loading.wait()`` raises, the table keeps what was added.
         resume: the table was given the first trajectories of this source before, and nothing else, by a load in the
             background that ended, or was killed; those that are missing are added. Such a table has a name, was saved,
             or is recovered from its disk.
@@ -122,6 +126,12 @@ def load(
             as many as they take; files are then read twice, unless they tell it.
         download: fetch the Minari data set of this id if it is not on this machine.
         progress: show a progress bar where standard error is a terminal.
+        refresh: True, or a `Refresh` with options: a thread goes on fetching trajectories that the table cannot hold at
+            once, in random order, over several epochs; each takes the place of another one. For a table that evicts, or
+            waits for room; or for one made here, of `max_bytes`, that evicts the oldest. If the table can hold all,
+            they are loaded once.
+        shard: (number, count): take one of so many parts of the source, of equal numbers of trajectories, as the
+            process of a rank for its own table: ``(rank, world_size)``. With `refresh` another part in each epoch.
 
     Returns:
         The table.
@@ -152,6 +162,9 @@ def load(
     }
     flags = {"final": final, "download": download, "progress": progress, "statistics": statistics}
     flags |= {"wait": wait, "resume": resume}
+    renewal = Refresh() if refresh is True else refresh or None
+    _check_refresh(renewal, table, max_bytes, statistics)
+    place = _checked_shard(shard)
     for option, value in flags.items():
         flag(option, value)
     if filter is not None and not callable(filter):
@@ -180,20 +193,44 @@ def load(
     reader = _open(source, options, max_trajectories, added, download, finals=wanted, once=once)
     if filter is not None:
         reader = Filtered(reader, filter, max_trajectories, progress)
-    lengths = reader.lengths[:max_trajectories]
-    if max_bytes is not None:
-        lengths = _within(byte_count("max_bytes", max_bytes), reader, lengths, progress)
     # Episodes in memory are added at once, so that they become visible at the same moment.
     piece = None if isinstance(reader, IterableReader) else LOAD_BYTES
+    lengths = reader.lengths[:max_trajectories]
+    first, last = part_of(len(lengths), *place)
+    if first == last:
+        raise SourceError(
+            f"shard={shard!r} was given, and {reader.source} has {len(lengths):,} episodes; expected more."
+        )
+    most = None if max_bytes is None else byte_count("max_bytes", max_bytes)
+    share = 1.0
+    if renewal is not None and table is None:
+        assert most is not None
+        share = _share_of(most, payload, reader, lengths, progress) * len(lengths) / (last - first)
+    if renewal is not None and (
+        share >= 1.0 if table is None else _holds_all(table, reader, lengths, resume)
+    ):
+        renewal = None
+    if renewal is None and place != (0, 1):
+        reader = Part(reader, first, last)
+        lengths = reader.lengths
+    if renewal is None and most is not None and share == 1.0:
+        lengths = _within(most, reader, lengths, progress)
     made = table is None
     if table is None:
-        table = _table_for(reader, lengths, final, block_steps, payload, name, progress)
+        share = share * (last - first) / len(lengths) if renewal is not None else 1.0
+        table = _table_for(reader, lengths, final, block_steps, payload, name, progress, share=share)
     else:
         check_fit(reader, lengths, table)
     try:
+        if renewal is not None:
+            passes = Passes(reader.starts, len(lengths), renewal.seed, *place)
+            _begin_refresh(
+                Refreshing(table, reader, lengths, passes, renewal, priority, progress), resume, wait
+            )
+            return table
         fill = Filling(table, reader, lengths, priority, progress, statistics, piece=piece)
         if resume:
-            fill.first = first_missing(table, reader, lengths)
+            fill.first = first_missing(table, reader.source, lengths)
         if wait:
             return fill.all_or_none()
         fill.piece = BACKGROUND_BYTES
@@ -210,6 +247,82 @@ def load(
         raise
 
 
+def _check_refresh(refresh: Any, table: Table | None, max_bytes: Any, statistics: bool) -> None:
+    """Refuse options that do not go with `refresh`, which may be None."""
+    if refresh is None:
+        return
+    if not isinstance(refresh, Refresh):
+        raise SourceError(
+            f"refresh is {shown(refresh)}; expected True, False, or a gear_loader.sources.Refresh."
+        )
+    if statistics:
+        raise SourceError(
+            "statistics=True was given with refresh=; expected one of them: no table holds all at once."
+        )
+    if table is None and max_bytes is None:
+        raise SourceError(
+            "refresh= was given without a table or max_bytes=; expected one of them: a table of the source's size "
+            "holds all at once."
+        )
+    if table is not None and max_bytes is not None:
+        raise SourceError(
+            "max_bytes= was given with refresh= and a table; expected one of the two: it has limits."
+        )
+    if table is not None and table.loading is not None and not table.loading.done:
+        raise SourceError(
+            f"refresh= was given with a table that is being loaded, {table.loading!r}; cancel() that first."
+        )
+    if table is not None and table.on_full == "error":
+        raise SourceError(
+            "refresh= was given with a table of on_full='error'; expected 'evict_oldest', 'evict_lowest_priority', or "
+            "'wait' with limits=gear.Limits(max_times_sampled=)."
+        )
+
+
+def _checked_shard(shard: Any) -> tuple[int, int]:
+    """Check `shard`."""
+    if shard is None:
+        return 0, 1
+    plain = isinstance(shard, tuple) and len(shard) == 2
+    if not (plain and all(isinstance(each, int) for each in shard) and 0 <= shard[0] < shard[1]):
+        raise SourceError(f"shard is {shown(shard)}; expected (number, count), as (rank, world_size).")
+    return int(shard[0]), int(shard[1])
+
+
+def _holds_all(table: Table, reader: EpisodeReader, lengths: np.ndarray, resume: bool) -> bool:
+    """Whether a table that is empty, or holds some of these episodes, can hold all, as far as it is known."""
+    schema, payload = table.schema, reader.payload
+    if payload is not None:
+        payload = FIRST + payload + len(lengths) * (HEADER + GRAIN * len(schema.ragged))
+    return (resume or not len(table)) and holds_all(table, lengths, payload)
+
+
+def _begin_refresh(refreshing: Refreshing, resume: bool, wait: bool) -> None:
+    """Start the thread that refreshes a table; wait until it is full."""
+    table, reader, passes = refreshing.table, refreshing.reader, refreshing.passes
+    given = first_missing(table, reader.source, refreshing.lengths, passes.numbers) if resume else 0
+    full = threading.Event()
+    refreshing.when_full = full.set
+    steps = int(refreshing.lengths.sum()) * len(passes) // passes.count
+    loading = Loading(
+        reader.source,
+        len(passes),
+        steps,
+        refreshing.pieces(given),
+        num_loaded=given,
+        epochs=refreshing.refresh.epochs,
+    )
+    table._engine.loading = loading
+    try:
+        while wait and not full.wait(0.01) and not loading.done:
+            pass
+    except BaseException:  # an interrupt
+        loading.cancel()
+        raise
+    if loading.done:
+        loading.wait()
+
+
 def _table_for(
     reader: EpisodeReader,
     lengths: np.ndarray,
@@ -218,20 +331,26 @@ def _table_for(
     payload: int | str | None,
     name: str | None,
     progress: bool,
+    *,
+    share: float = 1.0,
 ) -> Table:
-    """A table of exactly the size of a reader's first episodes, of these lengths."""
-    steps, count = int(lengths.sum()), len(lengths)
+    """A table of exactly the size of a reader's first episodes, of these lengths; or of a share of it, which evicts."""
+    count = len(lengths)
+    steps = max(int(lengths.sum() * share), int(lengths.max()))
     finals = reader.finals if final else frozenset()
     schema = Schema(
         {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
     )
     if schema.ragged and payload is None:
-        payload = _payload_of(reader, schema, lengths, progress)
+        payload = int(
+            _payload_of(reader, schema, lengths, progress) * max(share, 2 * lengths.max() / lengths.sum())
+        )
     packed = resolved_packing(schema, "auto")
     in_blocks: int = resolved_block_steps(
         schema, block_steps, None, max_steps=steps, max_trajectories=count, packed=packed
     )
     blocks = Table.required_blocks(lengths + bool(finals), in_blocks)
+    blocks = max(int(blocks * share), -(-(int(lengths.max()) + bool(finals)) // in_blocks))
     return Table.create(
         schema,
         max_steps=steps,
@@ -239,6 +358,7 @@ def _table_for(
         memory=Memory(max_blocks=blocks, packed=packed, payload=payload),
         block_steps=in_blocks,
         name=name,
+        on_full="error" if share == 1.0 else "evict_oldest",
     )
 
 
@@ -249,9 +369,20 @@ def _payload_of(reader: EpisodeReader, schema: Schema, lengths: np.ndarray, prog
 
 
 def _payloads(
-    reader: EpisodeReader, schema: Schema, lengths: np.ndarray, progress: bool, *, told: bool = True
+    reader: EpisodeReader,
+    schema: Schema,
+    lengths: np.ndarray,
+    progress: bool,
+    *,
+    told: bool = True,
+    fixed: np.ndarray | None = None,
+    most: int | None = None,
 ) -> np.ndarray:
-    """As `_payload_of`, of each episode, int64 [n]; in proportion to their steps if the reader has `told` it."""
+    """As `_payload_of`, of each episode, int64 [n]; in proportion to their steps if the reader has `told` it.
+
+    Args:
+        most: bytes of the first episodes after which the others are not measured. fixed: what each takes besides.
+    """
     columns = {name: column for name, column in schema.items() if column.ragged is not None}
     if (told and reader.payload is not None) or not columns:
         share = -(-(reader.payload or 0) * lengths // max(reader.num_steps, 1))
@@ -263,15 +394,18 @@ def _payloads(
             values = {n: fitted(episode[n], c, f"{where}{n!r}", finite=False) for n, c in columns.items()}
             with in_source(reader, number):
                 taken[number] = needed_bytes(with_records(schema, [values])[1]) - FIRST
+            if most is not None and fixed is not None:
+                most -= int(fixed[number] + taken[number])
+                if most < 0:
+                    break
     return taken
 
 
 def _within(most: int, reader: EpisodeReader, lengths: np.ndarray, progress: bool) -> np.ndarray:
     """The lengths of the first episodes that take so many bytes at most."""
-    schema = Schema(reader.schema)
-    taken = (
-        lengths * schema.step_bytes + schema.trajectory_bytes + _payloads(reader, schema, lengths, progress)
-    )
+    taken = _bytes_of(reader, lengths, progress)
+    if reader.payload is not None and taken.sum() > most:  # how they share what the reader tells is not known
+        taken = _bytes_of(reader, lengths, progress, told=False, most=most)
     count = int(np.searchsorted(np.cumsum(taken), most, side="right"))
     if not count:
         raise SourceError(
@@ -279,6 +413,32 @@ def _within(most: int, reader: EpisodeReader, lengths: np.ndarray, progress: boo
             "for one at least."
         )
     return lengths[:count]
+
+
+def _bytes_of(
+    reader: EpisodeReader, lengths: np.ndarray, progress: bool, *, told: bool = True, most: int | None = None
+) -> np.ndarray:
+    """Bytes that each of a reader's first episodes takes, int64 [n]; as `_payloads`."""
+    schema = Schema(reader.schema)
+    fixed = lengths * schema.step_bytes + schema.trajectory_bytes
+    values = _payloads(reader, schema, lengths, progress, told=told, fixed=fixed, most=most)
+    return np.asarray(fixed + values)
+
+
+def _share_of(
+    most: int, payload: int | str | None, reader: EpisodeReader, lengths: np.ndarray, progress: bool
+) -> float:
+    """The share of a reader's first episodes that so many bytes hold, `payload` among them."""
+    if payload is None:
+        taken = _bytes_of(reader, lengths, progress)
+    else:
+        taken, most = lengths * Schema(reader.schema).step_bytes, most - byte_count("payload", payload)
+    if most < 2 * taken.max() and most < taken.sum():
+        raise SourceError(
+            f"max_bytes= leaves {most:,} bytes for the steps, and the longest episode of {reader.source} takes "
+            f"{int(taken.max()):,}; expected room for two at least."
+        )
+    return most / float(taken.sum())
 
 
 def _once_names(names: Any, table: Table | None) -> frozenset[str]:

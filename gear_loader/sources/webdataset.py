@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import os
 import tarfile
@@ -89,7 +90,7 @@ class TarRows(Rows):
         first: list[dict[str, Any]] = []
         size = 0
         with readable(source):
-            for sample, length in self._samples(None):
+            for sample, length in itertools.chain.from_iterable(self._samples(path, None) for path in paths):
                 first.append(sample)
                 size += length
                 if len(first) == _FIRST or size > READ_BYTES:
@@ -103,13 +104,17 @@ class TarRows(Rows):
                 if _ending(name) in _IMAGES:
                     features[name] = {"_type": "Image"}
             metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-            super().__init__(source, pa.schema(fields, metadata=metadata))
+            super().__init__(source, pa.schema(fields, metadata=metadata), len(paths))
 
-    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        names = list(columns)
+    def read(self, columns: Sequence[str], first: int) -> Iterator[tuple[int, Any]]:
+        for part in range(first, len(self._paths)):
+            for batch in self._batches(self._paths[part], list(columns)):
+                yield part, batch
+
+    def _batches(self, path: str, names: list[str]) -> Iterator[Any]:
         pending: list[dict[str, Any]] = []
         taken = 0
-        for sample, length in self._samples(set(names)):
+        for sample, length in self._samples(path, set(names)):
             if pending and (taken + length > READ_BYTES or len(pending) == 4096):
                 yield self._batch(pending, names)
                 pending, taken = [], 0
@@ -134,29 +139,28 @@ class TarRows(Rows):
             arrays, schema=pa.schema([self.schema.field(name) for name in names])
         )
 
-    def _samples(self, wanted: set[str] | None) -> Iterator[tuple[dict[str, Any], int]]:
-        """Samples, with all or some of their columns, and how many bytes were read for them."""
-        for path in self._paths:
-            sample: dict[str, Any] = {}
-            size, seen = 0, set[str]()
-            with _Tar(path) as tar:
-                for key, name, member in tar.members():
-                    if not sample or sample["__key__"] != key:
-                        if sample:
-                            yield sample, size
-                        sample = {"__key__": key, "__folder__": key.rpartition("/")[0]}
-                        size, seen = 0, set()
-                    if name in seen:
-                        raise SourceError(
-                            f"The file {path!r}: the sample {key!r} has two of {name!r}; expected one."
-                        )
-                    seen.add(name)
-                    if wanted is None or name in wanted:
-                        data = tar.read(member)
-                        size += len(data)
-                        sample[name] = _decoded(name, data, f"The file {path!r}: {member.name!r}")
-            if sample:
-                yield sample, size
+    def _samples(self, path: str, wanted: set[str] | None) -> Iterator[tuple[dict[str, Any], int]]:
+        """Samples of a file, with all or some of their columns, and how many bytes were read for them."""
+        sample: dict[str, Any] = {}
+        size, seen = 0, set[str]()
+        with _Tar(path) as tar:
+            for key, name, member in tar.members():
+                if not sample or sample["__key__"] != key:
+                    if sample:
+                        yield sample, size
+                    sample = {"__key__": key, "__folder__": key.rpartition("/")[0]}
+                    size, seen = 0, set()
+                if name in seen:
+                    raise SourceError(
+                        f"The file {path!r}: the sample {key!r} has two of {name!r}; expected one."
+                    )
+                seen.add(name)
+                if wanted is None or name in wanted:
+                    data = tar.read(member)
+                    size += len(data)
+                    sample[name] = _decoded(name, data, f"The file {path!r}: {member.name!r}")
+        if sample:
+            yield sample, size
 
 
 class _Tar:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from gear_loader.errors import SourceError
 from gear_loader.utils.background import background_thread
@@ -20,9 +20,13 @@ class Loading:
     Trajectories can be drawn as soon as they are added, in pieces of about 16 MiB. After an error, or a `cancel`, the
     table keeps what was added; ``load_dataset(..., table, resume=True)`` goes on, in another process too.
 
+    With ``refresh=`` it goes on over several epochs, and each trajectory takes the place of another one.
+
     Attributes:
-        source: what is loaded. num_trajectories, num_steps: those of the source, all together.
-        num_loaded: trajectories of it that the table has been given so far.
+        source: what is loaded. num_trajectories, num_steps: those of the source, or of the part of it that an epoch
+            takes, all together.
+        num_loaded: trajectories of it that the table has been given so far, of all epochs.
+        epochs: how often the source is loaded: once, or as ``refresh=`` says; None: until it is stopped.
     """
 
     def __init__(
@@ -30,13 +34,14 @@ class Loading:
         source: str,
         num_trajectories: int,
         num_steps: int,
-        pieces: Iterator[int],
+        pieces: Generator[int],
         *,
         num_loaded: int = 0,
+        epochs: int | None = 1,
     ) -> None:
-        """`pieces` adds trajectories, and yields how many of the source there are so far."""
+        """`pieces` adds trajectories, and yields how many there are so far, also while it waits."""
         self.source, self.num_trajectories, self.num_steps = source, num_trajectories, num_steps
-        self.num_loaded = num_loaded
+        self.num_loaded, self.epochs = num_loaded, epochs
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._pid = os.getpid()
@@ -66,11 +71,20 @@ class Loading:
         if self._error is not None:
             raise self._error
 
-    def cancel(self) -> None:
-        """Stop after the piece that is being added, and wait for that."""
+    @property
+    def epoch(self) -> int:
+        """The pass over the source that goes on, from 0."""
+        epoch = max(0, self.num_loaded - self.done) // self.num_trajectories
+        return epoch if self.epochs is None else min(epoch, self.epochs - 1)
+
+    def cancel(self, timeout: float | None = None) -> None:
+        """Stop after the piece that is being added, and wait for that, at most `timeout` seconds; None waits for ever.
+
+        So does `Table.close`, which waits ten seconds.
+        """
         self._stop()
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            self._ended.wait()
+            self._ended.wait(timeout)
 
     def _stop(self) -> None:
         self._stopped.set()
@@ -78,21 +92,26 @@ class Loading:
     def __repr__(self) -> str:
         state = "loading"
         if self.done:
-            whole = self.num_loaded == self.num_trajectories
+            whole = self.epochs is not None and self.num_loaded == self.num_trajectories * self.epochs
             state = "failed" if self._error is not None else "loaded" if whole else "cancelled"
-        return f"<{self.source}: {state}, {self.num_loaded:,} of {self.num_trajectories:,} trajectories>"
+        count = self.num_loaded - self.epoch * self.num_trajectories
+        of = "" if self.epochs is None else f" of {self.epochs:,}"
+        epoch = "" if self.epochs == 1 else f" epoch {self.epoch:,}{of},"
+        return f"<{self.source}: {state},{epoch} {count:,} of {self.num_trajectories:,} trajectories>"
 
-    def _run(self, pieces: Iterator[int]) -> None:
+    def _run(self, pieces: Generator[int]) -> None:
         with contextlib.suppress(OSError, AttributeError):  # out of the way of training
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            for self.num_loaded in pieces:
-                if self._stopped.is_set():
-                    break
+            with contextlib.closing(pieces):
+                for self.num_loaded in pieces:
+                    if self._stopped.is_set():
+                        break
         except BaseException as error:
-            self._error = error
-            _logger.error(
-                "Loading ended after %s trajectories of %s: %s", self.num_loaded, self.source, error
-            )
+            if not self._stopped.is_set():  # else the table was closed, maybe in the middle of a piece
+                self._error = error
+                _logger.error(
+                    "Loading ended after %s trajectories of %s: %s", self.num_loaded, self.source, error
+                )
         finally:
             self._ended.set()

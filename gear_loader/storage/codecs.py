@@ -18,8 +18,15 @@ from gear_loader.utils.lazy_torch import torch
 
 CHANNELS = {"jpeg": (1, 3), "png": (1, 3, 4), "webp": (3, 4)}
 """The codecs of images, and how many channels these may have."""
+_BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp"}
 _QUALITY = ("jpeg", "webp")
 _LEVELS = {"png": (0, 9), "zstd": (-7, 22), "lz4": (0, 16)}
+
+
+def image_codec(data: bytes | memoryview) -> str:
+    """The codec of an encoded image, by its first bytes; an empty text of others."""
+    head = bytes(data[:4])
+    return next((name for begin, name in _BEGINNINGS.items() if head.startswith(begin)), "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.storage.video import FrameCache
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.lazy_torch import torch
 
 
 class CodedReader:
@@ -37,14 +38,23 @@ class CodedReader:
         self._bytes = region.payload().view(np.uint8)
         self._caches: dict[tuple[int, str], FrameCache] = {}
 
-    def read(self, column: str, records: Array, shape: tuple[int, ...], slots: Array, *, pinned: bool) -> Any:
+    def read(
+        self,
+        column: str,
+        records: Array,
+        shape: tuple[int, ...],
+        slots: Array,
+        *,
+        pinned: bool,
+        device: torch.device | None = None,
+    ) -> Any:
         """As `PayloadReader.read`, of a column with a codec."""
         coded = self._region.layout.schema.ragged[column].coded
         assert coded is not None
         if coded.codec.name == "video":
             return self._frames(column, coded, records, shape, slots, pinned)
         name = lambda i: self._name(records[i])  # noqa: E731
-        return decoded(coded, self._blobs(records), shape, name=name, pinned=pinned)
+        return decoded(coded, self._blobs(records), shape, name=name, pinned=pinned, device=device)
 
     def _blobs(self, records: Array) -> list[memoryview | None]:
         """The bytes of each value, where they lie; None of empty ones. The same object for the same record."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import os
 import sys
@@ -194,12 +195,14 @@ def decoded(
     *,
     name: Callable[[int], str],
     pinned: bool = False,
+    device: torch.device | None = None,
 ) -> Any:
     """Decode values.
 
     Args:
         blobs: of n values; None where there is none. The same object again is decoded once.
         shape: how they are arranged. name: of value i, in errors. pinned: into pinned memory.
+        device: a GPU that decodes jpegs of one shape, into its memory; those that it cannot are decoded by the CPU.
 
     Returns:
         A tensor ``[*shape, *coded.shape]``, zeros where there is no value. Where extents vary, a `Ragged` of what was
@@ -209,6 +212,8 @@ def decoded(
     Raises:
         CodecError: a value is damaged.
     """
+    if device is not None and (images := _decoded_on(coded, blobs, device)) is not None:
+        return images.view(*shape, *coded.row_shape)
     coder, places = coder_of(coded), dict[int, int]()
     first = [places.setdefault(id(blob), i) for i, blob in enumerate(blobs)]
 
@@ -249,6 +254,41 @@ def decoded(
         if i != other:
             outs[i][...] = outs[other]
     return result
+
+
+def _decoded_on(
+    coded: Coded, blobs: Sequence[memoryview | None], device: torch.device
+) -> torch.Tensor | None:
+    """Decode jpegs on a GPU (torchvision, nvJPEG): uint8 ``[n, *shape]``, zeros for None. Waits for the current stream,
+    since torchvision writes the memory that it takes from there on a stream of its own.
+
+    Returns:
+        None if these are no jpegs of one shape, or one is damaged or of a kind that the GPU cannot decode.
+    """
+    if coded.codec.name != "jpeg" or not coded.fixed:
+        return None
+    coder, places, given = coder_of(coded), dict[int, int](), list[torch.Tensor]()
+    numbers = [-1 if blob is None else places.setdefault(id(blob), len(places)) for blob in blobs]
+    try:
+        for number, blob in zip(numbers, blobs, strict=True):
+            if blob is not None and number == len(given):
+                coded.check_shape(coder.shape(blob))
+                given.append(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
+        if not given:
+            return None
+        io: Any = importlib.import_module("torchvision.io")
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        mode = io.ImageReadMode.GRAY if coded.row_shape[2] == 1 else io.ImageReadMode.RGB
+        images = torch.stack(io.decode_jpeg(given, mode=mode, device=device)).permute(0, 2, 3, 1)
+        if images.shape[1:] != coded.row_shape:
+            return None
+    except (RuntimeError, ValueError):
+        return None
+    if numbers == list(range(len(numbers))):
+        return images.contiguous()
+    none = images.new_zeros((1, *images.shape[1:]))
+    return torch.cat((images, none))[torch.tensor(numbers, device=device)]
 
 
 def damaged(coded: Coded, name: str, error: Exception) -> CodecError:

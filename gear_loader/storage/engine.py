@@ -145,6 +145,8 @@ class Engine:
 
     def close(self) -> None:
         """See `Table.close`."""
+        if self.loading is not None:
+            self.loading.cancel(10.0)
         try:
             if self.disk is not None:
                 self.disk.close()

@@ -9,15 +9,17 @@ The loops get arrays as `Places`, their addresses: numba takes 65 ns to unpack o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numba import carray, njit
 
 from gear_loader.kernels.plan import WIDTH
 from gear_loader.native.compile import compiled
-from gear_loader.native.gathering import gather_batch
+from gear_loader.native.gathering import STREAM_BATCH_BYTES, gather_batch
 from gear_loader.native.memory import pointer
+from gear_loader.native.packed import gather_packed, measure, place_rows, summed
 from gear_loader.native.random import uniform_rows
 from gear_loader.native.sum_tree import draw_rows, importance
 from gear_loader.storage.counters import (
@@ -36,11 +38,13 @@ __all__ = [
     "INLINE_BATCH_BYTES",
     "UNCHANGED",
     "InlineBatch",
+    "PackedInline",
     "Places",
     "draw_uniform",
     "draw_weighed",
     "prioritized_batch",
     "uniform_batch",
+    "uniform_packed",
 ]
 
 assert DIGEST == 0x9D33B741  # of the positions in `counters`, compiled into the cached machine code
@@ -73,6 +77,16 @@ class Places:
         )
 
 
+class InlineValues(Protocol):
+    """What a batch has in place of records that the compiled call gathers."""
+
+    def read(self, counts: Sequence[int] | None = None) -> None:
+        """Read it, and keep it; of so many records of each column, by default of all."""
+
+    def take(self) -> dict[str, Any]:
+        """What was read, by the names of windows."""
+
+
 class InlineBatch:
     """Where a batch goes; see `gear_loader.collection.collector.Buffers`.
 
@@ -82,14 +96,16 @@ class InlineBatch:
         weights: float32 [B], importance weights; [0] for batches without them.
         row_bytes: bytes of a row over all windows.
         spans, returns: as for `gather_batch`.
+        values: reads what the batch has records of, under its read ticket.
 
     Attributes:
-        count: rows of the batch, B. row_bytes, spans, returns: as given.
+        count: rows of the batch, B. row_bytes, spans, returns, values: as given.
         under_lock: whether the batch is small enough to be gathered under the lock.
         places: of names, columns (as [C * WIDTH]) and weights.
     """
 
-    __slots__ = ("count", "places", "returns", "row_bytes", "spans", "under_lock")
+    __slots__ = ("count", "places", "returns", "row_bytes", "spans", "under_lock", "values")
+    packed = False
 
     def __init__(
         self,
@@ -99,11 +115,62 @@ class InlineBatch:
         row_bytes: int,
         spans: bool | None,
         returns: bool | None,
+        values: InlineValues | None = None,
     ) -> None:
         self.count, self.row_bytes = names.shape[1], row_bytes
-        self.spans, self.returns = spans, returns
-        self.under_lock = self.count * row_bytes <= INLINE_BATCH_BYTES
+        self.spans, self.returns, self.values = spans, returns, values
+        self.under_lock = self.count * row_bytes <= INLINE_BATCH_BYTES and values is None
         self.places = Places(names, columns.reshape(-1), weights)
+
+    def read_values(self) -> None:
+        """Let `values` read what the batch has that was gathered last, under its read ticket."""
+        if self.values is not None:
+            self.values.read()
+
+
+class PackedInline(InlineBatch):
+    """Where a packed batch goes, which is gathered under a read ticket.
+
+    Args:
+        count: rows of the batch, B. starts: int32 [more than B]. position: int32 [steps], as many as there is room for.
+        columns, once: as for `gather_packed`. window: offset and length, as for `measure`.
+        step_bytes: of a step over all columns. values: as for `InlineBatch`. by_row: whether each of their columns has
+            a value for each row, and not for each step.
+
+    Attributes:
+        names: int64 [3, B], index, anchor and generation.
+        windows, sizes: outputs of `measure`, int64 [2, B], and of `summed`, int64 [2].
+    """
+
+    __slots__ = ("by_row", "names", "sizes", "windows")
+    packed = True
+
+    def __init__(
+        self,
+        count: int,
+        starts: Array,
+        position: Array,
+        columns: Array,
+        once: Array,
+        window: tuple[int, int],
+        step_bytes: int,
+        values: InlineValues | None,
+        by_row: Sequence[bool] = (),
+    ) -> None:
+        self.by_row = by_row
+        self.count, self.row_bytes, self.values, self.under_lock = count, 0, values, False
+        self.spans = self.returns = None
+        self.names: Array = np.zeros((3, count), dtype=np.int64)
+        self.windows: Array = np.zeros((2, count), dtype=np.int64)
+        self.sizes: Array = np.zeros(2, dtype=np.int64)
+        given: Array = np.array([*window, step_bytes], dtype=np.int64)
+        tables = columns.reshape(-1), once.reshape(-1)
+        self.places = Places(self.names, *tables, self.windows, starts, position, self.sizes, given)
+
+    def read_values(self) -> None:
+        if self.values is not None:
+            steps = int(self.sizes[0])
+            self.values.read([self.count if each else steps for each in self.by_row])
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -316,6 +383,63 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
         return UNCHANGED
     _float32(batch, 2)[:] = drawn[4].view(np.float32)[: drawn.shape[1]]
     bad = _gather(index, batch, drawn[0], drawn[1], drawn[2], block_steps, spans, returns)
+    if bad == 0:
+        counters[NUM_SAMPLED] += samples
+    return bad
+
+
+@compiled
+def uniform_packed(  # type: ignore[no-untyped-def]
+    index,
+    batch,
+    items,
+    spans,
+    returns,
+    version,
+    samples,
+    block_steps,
+    steps,
+    anchor,
+    first,
+    stride,
+    seed,
+    step,
+    epoch,
+):
+    """`uniform_batch` of a packed batch; UNCHANGED too if there is no room for its steps.
+
+    Args:
+        batch: places of a `PackedInline`. spans, returns: of no meaning. The others: as for `uniform_batch`.
+    """
+    counters = _int64(index, 0)
+    if version != HELD and _has_changed(counters, VERSION, version):
+        return UNCHANGED
+    if counters[NUM_SPILLED] != 0:
+        return UNCHANGED
+    count = batch[0, 1]
+    names = carray(pointer(batch[0, 0]), (3, count), np.int64)
+    rows = carray(pointer(batch[3, 0]), (2, count), np.int64)
+    starts, position, sizes, given = _int32(batch, 4), _int32(batch, 5), _int64(batch, 6), _int64(batch, 7)
+    extent = carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64)
+    draw_uniform(items, steps, anchor, first, stride, seed, step, epoch, names)
+    bad = measure(names[0], names[1], extent, given[0], given[1], False, rows)
+    sizes[0], sizes[1] = summed(rows)
+    if sizes[0] > len(position):
+        return UNCHANGED
+    place_rows(rows, starts)
+    bad += gather_packed(
+        carray(pointer(batch[1, 0]), (batch[1, 1] // WIDTH, WIDTH), np.int64),
+        carray(pointer(batch[2, 0]), (batch[2, 1] // WIDTH, WIDTH), np.int64),
+        names[0],
+        rows,
+        starts,
+        extent,
+        _int32(index, 2),
+        block_steps,
+        position,
+        sizes[0] * given[2] >= STREAM_BATCH_BYTES,
+        np.arange(count),
+    )
     if bad == 0:
         counters[NUM_SAMPLED] += samples
     return bad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.native.ragged_copies import (
+    COLUMN_COUNT,
     COLUMN_OUT,
     PIECE_WIDTH,
     count_rows,
@@ -127,7 +129,7 @@ class PayloadReader:
         tier: returns what reads values on disk, of a table with a disk tier; else None.
 
     Attributes:
-        address: of the payload memory. check: as given.
+        address, end: of the payload memory, and its bytes. check: as given.
     """
 
     def __init__(
@@ -139,19 +141,26 @@ class PayloadReader:
     ) -> None:
         heap = region.payload()
         self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
-        self._hold, self.address, self._end, self.check = heap, heap.ctypes.data, heap.nbytes, check
+        self._hold, self.address, self.end, self.check = heap, heap.ctypes.data, heap.nbytes, check
         self._tier = tier
         self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
     def read(
-        self, values: Values, records: Array, shape: tuple[int, ...], *, slots: Array, pinned: bool = False
+        self,
+        values: Values,
+        records: Array,
+        shape: tuple[int, ...],
+        *,
+        slots: Array,
+        pinned: bool = False,
+        device: torch.device | None = None,
     ) -> Any:
         """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or what
         `decoding.decoded` makes of encoded ones.
 
         Args:
             values: of the table's schema. slots: int64 [n], of their trajectories.
-            pinned: into pinned memory, except text.
+            pinned: into pinned memory, except text. device: as for `decoding.decoded`.
 
         Raises:
             CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
@@ -159,7 +168,8 @@ class PayloadReader:
         """
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
         if values.coded is not None:
-            return self._coded.read(self._names[id(values)], records, shape, slots, pinned=pinned)
+            name = self._names[id(values)]
+            return self._coded.read(name, records, shape, slots, pinned=pinned, device=device)
         pinned = pinned and values.kind == "array"
         offsets = torch.empty(len(records) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         places = offsets.numpy()
@@ -183,37 +193,12 @@ class PayloadReader:
     def read_arrays(
         self, columns: Sequence[tuple[Values, torch.Tensor]], *, pinned: bool = False
     ) -> list[Ragged]:
-        """Values of several columns of arrays, of a table whose values are all in memory; copied in one call.
-
-        Args:
-            columns: what the values are, and their records, int64 ``[..., 2]``, contiguous. pinned: as for `read`.
-
-        Raises:
-            CorruptTableError: a record names no memory of the table.
-        """
-        places: Array = np.array(
-            [(each.data_ptr(), each.numel() // 2, values.row_bytes, 0) for values, each in columns],
-            dtype=np.int64,
-        )
-        counts = [each.numel() // 2 + 1 for _, each in columns]
-        offsets = torch.empty(sum(counts), dtype=torch.int64, device="cpu", pin_memory=pinned)
-        bounds = offsets.numpy()
-        self.check(int(measure_columns(places, FIRST, self._end, bounds)))
-        found, outs, at = [], [], -1
-        parts = offsets.split(counts) if len(counts) > 1 else (offsets,)
-        for (values, each), count, mine in zip(columns, counts, parts, strict=True):
-            at += count
-            shape = int(bounds[at]), *values.shape
-            memory = torch.empty(shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
-            outs.append(memory.data_ptr())
-            found.append(Ragged._of(memory, mine, tuple(each.shape[:-1])))
-        places[:, COLUMN_OUT] = outs
-        self.check(int(read_columns(self.address, self._end, FIRST, places, bounds)))
-        return found
+        """Values of several columns of arrays, of a table whose values are all in memory; see `ArrayRead`."""
+        return ArrayRead(self, columns, pinned=pinned).read()
 
     def measure(self, records: Array, row_bytes: int, offsets: Array) -> int:
         """Write the `Ragged.offsets` of records, int64 [n + 1]; return the rows of all. Errors as of `read`."""
-        self.check(int(measure_values(records, row_bytes, FIRST, self._end, self._tier is not None, offsets)))
+        self.check(int(measure_values(records, row_bytes, FIRST, self.end, self._tier is not None, offsets)))
         return int(offsets[-1])
 
     def list(
@@ -228,7 +213,7 @@ class PayloadReader:
         while True:
             pieces: Array = np.empty((count, PIECE_WIDTH), dtype=np.int32)
             count = int(
-                list_values(self.address, self._end, records, row_bytes, unit, part_shift, pieces, ends)
+                list_values(self.address, self.end, records, row_bytes, unit, part_shift, pieces, ends)
             )
             self.check(int(count < 0))
             if count <= len(pieces):
@@ -237,7 +222,7 @@ class PayloadReader:
     def count_invalid(self, values: Values, records: Array) -> int:
         """How many records, int64 [n, 2], name no memory for such values; of a table without a disk tier."""
         offsets = np.empty(len(records) + 1, dtype=np.int64)
-        return int(measure_values(records, values.row_bytes, FIRST, self._end, False, offsets))
+        return int(measure_values(records, values.row_bytes, FIRST, self.end, False, offsets))
 
     def located(self, values: Values, records: Array) -> tuple[Array, object]:
         """The address of each value, int64 [n], while its trajectory may be read, of a table without a disk tier.
@@ -259,15 +244,15 @@ class PayloadReader:
 
     def _check_bytes(self, records: Array) -> None:
         offsets = np.empty(len(records) + 1, dtype=np.int64)
-        self.check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self._end, False, offsets)))
+        self.check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self.end, False, offsets)))
 
     def _copy_bytes(self, record: Array, address: int) -> None:
         size = abs(int(record[0, 1]))
-        self.check(int(read_values(self.address, self._end, FIRST, record, 1, False, 0, size, address)))
+        self.check(int(read_values(self.address, self.end, FIRST, record, 1, False, 0, size, address)))
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""
-        return self._end // values.row_bytes
+        return self.end // values.row_bytes
 
     def copy(self, values: Values, records: Array, skip: int, count: int, out: Array) -> int:
         """Copy rows of the values of records, as they lie one after another; return how many are invalid.
@@ -281,7 +266,7 @@ class PayloadReader:
         """
         size, tiered = values.row_bytes, self._tier is not None
         given = FIRST, records, size, tiered, skip * size, count * size, out.ctypes.data
-        bad = int(read_values(self.address, self._end, *given))
+        bad = int(read_values(self.address, self.end, *given))
         if self._tier is not None and (records[:, 0] < 0).any():
             rows = rows_of(records)
             ends = np.cumsum(rows)
@@ -294,6 +279,56 @@ class PayloadReader:
                 spans = first, high[which] - low
                 self._tier().read_values(name, slots, tags, *spans, (out, (low - skip) * size))
         return bad
+
+
+class ArrayRead:
+    """Reads values of several columns of arrays in one call, and again those of other records in the same memory.
+
+    Args:
+        reader: of a table whose values are all in memory.
+        columns: what the values are, and their records, int64 ``[..., 2]``, contiguous, to which the caller refers.
+        pinned: as for `PayloadReader.read`.
+    """
+
+    def __init__(
+        self, reader: PayloadReader, columns: Sequence[tuple[Values, torch.Tensor]], *, pinned: bool = False
+    ) -> None:
+        self._reader, self._pinned = reader, pinned
+        self._places: Array = np.array(
+            [(each.data_ptr(), each.numel() // 2, values.row_bytes, 0) for values, each in columns],
+            dtype=np.int64,
+        )
+        self._kinds = [(values.dtype, values.shape) for values, _ in columns]
+        self._shapes = [tuple(each.shape[:-1]) for _, each in columns]
+
+    def read(self, counts: Sequence[int] | None = None) -> list[Ragged]:
+        """The values, under the read ticket of their rows.
+
+        Args:
+            counts: number of records of each column, the first ones of it; by default all.
+
+        Raises:
+            CorruptTableError: a record names no memory of the table.
+        """
+        reader, places, pinned = self._reader, self._places, self._pinned
+        shapes = self._shapes
+        if counts is not None:
+            shapes = [(count,) for count in counts]
+            places[:, COLUMN_COUNT] = counts
+        sizes = [math.prod(shape) + 1 for shape in shapes]
+        offsets = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=pinned)
+        bounds = offsets.numpy()
+        reader.check(measure_columns(places, FIRST, reader.end, bounds))
+        parts = offsets.split(sizes) if len(sizes) > 1 else (offsets,)
+        found, at = list[Ragged](), -1
+        for number, ((dtype, shape), arranged) in enumerate(zip(self._kinds, shapes, strict=True)):
+            at += sizes[number]
+            rows = int(bounds[at])
+            memory = torch.empty((rows, *shape), dtype=dtype, device="cpu", pin_memory=pinned)
+            places[number, COLUMN_OUT] = memory.data_ptr()
+            found.append(Ragged._of(memory, parts[number], arranged))
+        reader.check(read_columns(reader.address, reader.end, FIRST, places, bounds))
+        return found
 
 
 def check_payload(region: Region, index: IndexArrays) -> None:

@@ -26,6 +26,7 @@ from gear_loader.native.packed_lines import (
     plan_rows,
 )
 from gear_loader.storage.inline import draw_uniform, draw_weighed
+from gear_loader.utils.captures import RELAXED
 
 FUNCTIONS = {
     name: place
@@ -36,27 +37,59 @@ FUNCTIONS = {
             "cuGraphLaunch",
             "cuEventRecord",
             "cuMemcpyDtoDAsync_v2",
+            "cuThreadExchangeStreamCaptureMode",
         )
     )
 }
 """Functions of the driver, by their places in the words of a batch and of an update."""
-_QUERY, _WAIT, _LAUNCH, _RECORD, _COPY = range(5)
-STREAM, GRAPH, FILLED, RELEASED, CODE = range(5, 10)
-NAMES, CAPACITY, COUNT, WEIGHTS, PACKED = range(10, 15)
-EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(15, 21)  # of padded batches
-RANDOM, BETA, MEMORY, BYTES = range(21, 25)  # of batches that the GPU draws
-WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(15, 21)  # of packed batches
-LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(21, 28)
-WORDS = 28
+_QUERY, _WAIT, _LAUNCH, _RECORD, _COPY, _EXCHANGE = range(6)
+SELF, MODE, STREAM, GRAPH, FILLED, RELEASED, CODE, ASKED, READ, EARLIER = range(6, 16)
+MOST_ASKED = 2
+"""Events of earlier batches that a loop asks for, from EARLIER on."""
+NAMES, CAPACITY, COUNT, WEIGHTS, PACKED = range(17, 22)
+EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(22, 28)  # of padded batches
+RANDOM, BETA, MEMORY, BYTES = range(28, 32)  # of batches that the GPU draws
+WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(22, 28)  # of packed batches
+LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(28, 35)
+WORDS = 35
 GIVEN, DONE, WAITS = FILLED, RELEASED, NAMES
 """Of an update: its two events, and whether its tensors are copied, and it is not launched yet."""
 
 BUSY, REFUSED, IN_STEPS = -1, -2, -3
 """Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses;
 nothing was queued, because the batch is to be made in steps, which also raise what the GPU has reported."""
+_NOT_READY = 600
+"""CUDA_ERROR_NOT_READY."""
 
 _TABLE, _PIECE = 6, 5
 assert (_TABLE, _PIECE) == (packed_plan.TABLE_WIDTH, packed_plan.PIECE_WIDTH)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _query(words: Any, event: Any, asked: Any) -> Any:
+    """Ask for an event, and if it has happened for so many of earlier batches, until one has not; what the driver has
+    returned last, and how many of them have. Other threads may capture graphs, see `gear_loader.utils.captures`."""
+    words[MODE] = RELAXED  # of which the driver reads, and writes, the lower half
+    exchanged = call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
+    code, read = call(words[_QUERY], event, 0, 0, 0), -1
+    while code == 0:
+        read += 1
+        if read == asked:
+            break
+        code = call(words[_QUERY], words[EARLIER + read], 0, 0, 0)
+    if exchanged == 0:
+        call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
+    return code, read
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _look(words: Any) -> Any:
+    """Whether the GPU has read the memory of the batch: 0, BUSY, or IN_STEPS if it has failed. READ is then how many
+    earlier batches it has read."""
+    code, words[READ] = _query(words, words[FILLED], words[ASKED])
+    if code != 0 and code != _NOT_READY:
+        return IN_STEPS
+    return BUSY if words[READ] < 0 else 0
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -159,8 +192,7 @@ def _plan(words: Any, rows: Any, extent: Any, ids: Any, block_steps: Any, num_bl
 def queue_uniform(  # type: ignore[no-untyped-def]
     index, words, items, block_steps, num_blocks, steps, anchor, first, stride, seed, step, epoch
 ):
-    """Draw a batch as `uniform_rows` does, look its rows up, and queue its gather. Other threads may capture graphs if
-    the caller has said so, see `gear_loader.utils.captures`.
+    """Draw a batch as `uniform_rows` does, look its rows up, and queue its gather.
 
     Args:
         index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`. words: of a `QueuedBatch`.
@@ -171,8 +203,9 @@ def queue_uniform(  # type: ignore[no-untyped-def]
     Returns:
         0, BUSY, REFUSED, IN_STEPS, or the number of invalid windows, which are not queued.
     """
-    if call(words[_QUERY], words[FILLED], 0, 0, 0) != 0:
-        return BUSY
+    looked = _look(words)
+    if looked != 0:
+        return looked
     rows = np.empty((3, words[COUNT]), dtype=np.int64)
     draw_uniform(items, steps, anchor, first, stride, seed, step, epoch, rows)
     bad = _look_up(index, words, rows, block_steps, num_blocks)
@@ -192,8 +225,9 @@ def queue_prioritized(  # type: ignore[no-untyped-def]
     Returns:
         As `queue_uniform`; also IN_STEPS if every leaf is 0.
     """
-    if call(words[_QUERY], words[FILLED], 0, 0, 0) != 0:
-        return BUSY
+    looked = _look(words)
+    if looked != 0:
+        return looked
     if not draw_weighed(
         index, tree, wide_depth, item_steps, anchor, key, anchor_key, step, least, beta, scale, drawn
     ):
@@ -208,7 +242,7 @@ def queue_prioritized(  # type: ignore[no-untyped-def]
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _reported(words: Any, ended: Any, status: Any, clean: Any) -> Any:
     """Whether earlier work has ended and reported an error; see `CudaLeaves.raise_late`."""
-    if call(words[_QUERY], ended, 0, 0, 0) != 0:
+    if _query(words, ended, 0)[0] != 0:
         return False
     return np.any(carray(pointer(status), (len(clean),), np.int64) != clean)
 
@@ -231,8 +265,9 @@ def queue_drawn(  # type: ignore[no-untyped-def]
     Returns:
         0, BUSY, IN_STEPS or REFUSED.
     """
-    if call(words[_QUERY], words[FILLED], 0, 0, 0) != 0:
-        return BUSY
+    looked = _look(words)
+    if looked != 0:
+        return looked
     if _reported(words, ended, status, clean):
         return IN_STEPS
     random = carray(pointer(words[RANDOM]), (3,), np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from gear_loader.storage import queue_loops as loops
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.captures import RelaxedMode
 from gear_loader.utils.launch_graph import LaunchGraph, join
 
 _MOST_JOINED = 8
@@ -35,7 +36,7 @@ class _Queued:
     def __init__(self, graph: LaunchGraph, stream: int) -> None:
         self.graph, self.stream = graph, stream
         self.words: Array = np.zeros(loops.WORDS, dtype=np.int64)
-        self.words[[loops.STREAM, loops.GRAPH]] = stream, graph.handle
+        self.words[[loops.SELF, loops.STREAM, loops.GRAPH]] = self.words.ctypes.data, stream, graph.handle
         for name, place in loops.FUNCTIONS.items():
             self.words[place] = driver.address_of(name)
 
@@ -55,10 +56,10 @@ class QueuedBatch(_Queued):
         filled: event that is recorded after the work. wait: waits for that, as the GPU last did.
 
     Attributes:
-        key, count, wait: as given.
+        key, count: as given.
     """
 
-    __slots__ = ("_arrays", "count", "key", "wait")
+    __slots__ = ("_arrays", "_wait", "count", "key")
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class QueuedBatch(_Queued):
         wait: Callable[[], object],
     ) -> None:
         super().__init__(graph, stream)
-        self.key, self.count, self.wait = key, count, wait
+        self.key, self.count, self._wait = key, count, wait
         self._arrays: list[Any] = []
         self._tell(loops.NAMES, names)
         if weights is not None:
@@ -89,6 +90,22 @@ class QueuedBatch(_Queued):
     def after(self, released: int) -> None:
         """Let the work come after an event; 0: after none."""
         self.words[loops.RELEASED] = released
+
+    def wait(self) -> None:
+        """Wait until the GPU has read what was written for the last batch."""
+        with RelaxedMode():
+            self._wait()
+
+    def ask(self, events: Sequence[int]) -> None:
+        """Let the call ask for these events of earlier batches, at most `MOST_ASKED`; see `num_read`."""
+        self.words[loops.ASKED] = len(events)
+        for place, event in enumerate(events, loops.EARLIER):
+            self.words[place] = event
+
+    @property
+    def num_read(self) -> int:
+        """How many of them have happened, from the first on."""
+        return int(self.words[loops.READ])
 
 
 class QueuedPadded(QueuedBatch):
@@ -136,7 +153,8 @@ class QueuedDraw(QueuedPadded):
         """Handle of a graph of an update and this batch; 0 if there is none."""
         found = next((joined for graph, joined in self._joined if graph is update.graph), None)
         if found is None and len(self._joined) < _MOST_JOINED:
-            found = join(update.graph, self.graph)
+            with RelaxedMode():
+                found = join(update.graph, self.graph)
             self._joined.append((update.graph, found))
         return 0 if found is None else found.handle
 

@@ -118,6 +118,9 @@ class TableReader:
 
         Returns:
             False, having done nothing, if the batch must be drawn and gathered in steps.
+
+        Raises:
+            CorruptTableError: the index or a record is corrupt.
         """
         tables = self._places.table, batch.places.table, places.table, batch.spans, batch.returns
         if batch.under_lock:
@@ -132,6 +135,7 @@ class TableReader:
                     return False
                 bad = loop(*tables, HELD, 0, *given)
                 if not bad:
+                    batch.read_values()
                     ticket.counted = 0  # they stay counted
             finally:
                 ticket.end()

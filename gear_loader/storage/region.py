@@ -11,7 +11,7 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -615,8 +615,7 @@ class Region:
             mapping.devices.add(index)
         return True
 
-    @contextlib.contextmanager
-    def using(self) -> Iterator[Any]:
+    def using(self) -> contextlib.AbstractContextManager[Any]:
         """Keep the memory mapped, and registered with CUDA, until the block ends, whoever closes the table meanwhile.
 
         For work of a GPU that the block queues: unmapping waits for it. Gives the memory of blocks on a GPU.
@@ -624,16 +623,7 @@ class Region:
         Raises:
             TableClosedError, PrivateTableError: the region is closed, or lost in a fork.
         """
-        mapping, taken = self._mapping, False
-        try:
-            with guarded():
-                self._view()
-                mapping.users += 1
-                taken = True
-            yield mapping.device_memory
-        finally:
-            if taken:
-                mapping.release()
+        return _Using(self, self._mapping)
 
     @property
     def pinned_bounds(self) -> list[int]:
@@ -647,6 +637,43 @@ class Region:
         """Release the region; its last user in this process unregisters and unmaps it. Idempotent."""
         self.bytes = self.device_memory = None
         self._release()
+
+
+class _Using:
+    """One more user of a region's mapping; see `Region.using`.
+
+    A class, because generators cost more than the rest. What an exception interrupts ends with its last reference.
+    """
+
+    __slots__ = ("_mapping", "_region", "_taken")
+
+    def __init__(self, region: Region, mapping: _Mapping) -> None:
+        self._region, self._mapping, self._taken = region, mapping, False
+
+    def __enter__(self) -> Any:
+        mapping = self._mapping
+        try:
+            with shared_memory.guard:
+                self._region._view()
+                mapping.users += 1
+                self._taken = True
+        finally:
+            if mapping.released:  # meanwhile, by the garbage collector
+                mapping.sweep()
+        return mapping.device_memory
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    def __del__(self) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._taken:
+            self._taken = False
+            self._mapping.release()
 
 
 def _exists(name: str) -> str:

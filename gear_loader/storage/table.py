@@ -358,6 +358,7 @@ class Table:
         ``parquet:PATH``             a file ``*.parquet``, or a folder of them: `gear_loader.exports.parquet`
         ``hf:FOLDER``                the same, for ``datasets.load_dataset(folder)``
         ``npz:FOLDER``               a file for each trajectory: `gear_loader.exports.npz_writer`
+        ``lerobot:FOLDER``           LeRobot v3.0, with ``fps=``: `gear_loader.exports.lerobot_writer`
         ``minari:ID``                a data set of Minari: `gear_loader.integrations.minari_export.to_minari`
         ============================ ==================================================================================
 

@@ -22,6 +22,7 @@ from gear_loader.utils.arrays import Array
 _HEADER, _MAGIC = struct.Struct("<2sH"), b"GV"
 _MAGICS = {"h264": _MAGIC, "hevc": b"GH", "av1": b"GA"}
 _DECODERS = {_MAGIC: "h264", b"GH": "hevc", b"GA": "libdav1d"}
+_NAMES = {magic: name for name, magic in _MAGICS.items()}
 MOST_STEPS = 1 << 16
 """Most frames of a group."""
 
@@ -34,6 +35,12 @@ def packed(format_name: str, distance: int, packet: bytes) -> bytes:
         distance: how many steps ago its group began, below `MOST_STEPS`.
     """
     return _HEADER.pack(_MAGICS[format_name], distance) + packet
+
+
+def unpacked(value: bytes) -> tuple[str, int, bytes]:
+    """The inverse of `packed`."""
+    magic, distance = _HEADER.unpack_from(value)
+    return _NAMES[magic], distance, value[_HEADER.size :]
 
 
 class Video:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
     from gear_loader.transport.client import Peer
     from gear_loader.transport.process import ServerProcess, start_server
+    from gear_loader.transport.remote_shards import RemoteShards
     from gear_loader.transport.server import Server
     from gear_loader.transport.spec import PackedSpec, Piece, ValueSpec, WindowSpec
     from gear_loader.transport.table_server import TableServer
@@ -32,6 +33,7 @@ __all__ = [
     "PackedSpec",
     "Peer",
     "Piece",
+    "RemoteShards",
     "Server",
     "ServerProcess",
     "TableServer",
@@ -51,6 +53,7 @@ _MODULES = {
     "PackedSpec": "spec",
     "Peer": "client",
     "Piece": "spec",
+    "RemoteShards": "remote_shards",
     "Server": "server",
     "ServerProcess": "process",
     "TableServer": "table_server",

@@ -48,8 +48,9 @@ class Peer:
     """Client of one server.
 
     Thread-safe; any number of requests may be in flight. It connects at the first request, and reconnects after a
-    failure; a callable `address` is called each time, so a server restarted at another address is found. It cannot be
-    used after a fork: create another one in the child.
+    failure; a callable `address` is called each time, so a server restarted at another address is found; if it raises
+    ConnectionRefusedError, it is called again until the deadline. It cannot be used after a fork: create another one in
+    the child.
 
     A request returns an `Answer`, a future or what has the same methods to get a result. It ends within `timeout`
     seconds, with a result or with one of

@@ -376,6 +376,8 @@ class Learner:
             return len(dataset)
         if name == "stats":
             return dataset.stats()
+        if name == "mass":
+            return dataset.mass()
         if name == "quantiles":
             return dataset.priority_quantiles(given["shares"])
         if name == "num_stale":

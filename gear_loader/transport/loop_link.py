@@ -160,6 +160,8 @@ class LoopLink:
         if not isinstance(text, str):
             try:
                 text = await self._loop.run_in_executor(None, text)
+            except ConnectionRefusedError:  # it has none now: a server that is being started again
+                raise
             except Exception as error:
                 raise TransportError(
                     f"its address could not be had ({type(error).__name__}: {error})"

@@ -137,11 +137,11 @@ class RemoteDataset(ReplayDataset):
         """A batch on the dataset's device."""
         if self.device.type != "cuda":
             return batch
-        moved: Batch = _moved(batch, self.device)
+        found: Batch = moved(batch, self.device)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
         self._link.memory.copied(copied)
-        return moved
+        return found
 
     def __len__(self) -> int:
         """See `ReplayDataset.__len__`."""
@@ -209,6 +209,11 @@ class RemoteDataset(ReplayDataset):
         self._by_priority("num_stale")
         return int(self._link.call("attribute", {"name": "num_stale"}))
 
+    def mass(self) -> tuple[float, float]:
+        """See `ReplayDataset.mass`."""
+        mass, least = self._link.call("attribute", {"name": "mass"})
+        return float(mass), float(least)
+
     def stats(self) -> dict[str, float]:
         """See `ReplayDataset.stats`."""
         return dict(self._link.call("attribute", {"name": "stats"}))
@@ -258,11 +263,11 @@ class RemoteDataset(ReplayDataset):
         pass  # its link raises an error in the child
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """A tree on a GPU, by copies on the current stream."""
+def moved(value: Any, device: torch.device) -> Any:
+    """A tree on a device, by copies on the current stream."""
     if isinstance(value, dict):
-        moved = {key: _moved(each, device) for key, each in value.items()}
-        return Batch(moved) if isinstance(value, Batch) else moved
+        each_moved = {key: moved(each, device) for key, each in value.items()}
+        return Batch(each_moved) if isinstance(value, Batch) else each_moved
     if isinstance(value, (torch.Tensor, Ragged)):
         return value.to(device, non_blocking=True)
     return value

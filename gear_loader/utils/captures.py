@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from types import TracebackType
 
 import torch
 
 from gear_loader.errors import GpuError
 from gear_loader.utils import driver
 from gear_loader.utils.notices import notice
-from gear_loader.utils.streams import current_stream
+from gear_loader.utils.streams import current_handle
 
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: no call of any thread ends a capture."""
@@ -38,17 +38,26 @@ def allow_captures() -> None:
     _exchange(RELAXED)
 
 
-@contextlib.contextmanager
-def beside_captures(device: torch.device) -> Iterator[None]:
+class RelaxedMode:
+    """`allow_captures` for a block. A class, because a generator costs more than the driver's calls."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _exchange(RELAXED)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _exchange(self._before)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def beside_captures(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """`allow_captures` for a block of a user's thread, if the device is a GPU. May be nested."""
-    if device.type != "cuda":
-        yield
-        return
-    before = _exchange(RELAXED)
-    try:
-        yield
-    finally:
-        _exchange(before)
+    return RelaxedMode() if device.type == "cuda" else _NOTHING
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
@@ -58,7 +67,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
         return
     status = ctypes.c_int()
     # An error is left to the call that comes next: it says more.
-    library.cuStreamIsCapturing(current_stream(device).cuda_stream, ctypes.byref(status))
+    library.cuStreamIsCapturing(current_handle(device), ctypes.byref(status))
     if status.value:
         raise GpuError(
             f"The current stream of {device} is capturing a CUDA graph, and {what} cannot be part of one. Call it "

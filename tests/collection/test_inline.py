@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from dataset_common import copies, episode, make_table, named_table
+from dataset_common import copies, episode, make_table, named_table, prefetch_threads
 from options_common import nested
+from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, GearError
@@ -34,6 +35,18 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "steps by priority": {"sampler": gear.Prioritized(unit="step", eps=0.1), "complete": True},
     "n-step returns": {"sampler": gear.Uniform(unit="step"), "windows": N_STEP},
     "n-step returns by priority": {"sampler": gear.Prioritized(), "windows": N_STEP},
+}
+RAGGED: dict[str, dict[str, Any]] = {
+    "single values": {"sampler": gear.Uniform(unit="step"), "windows": gear.Window(1, squeeze=True)},
+    "windows by priority": {"sampler": gear.Prioritized(), "windows": gear.Window(3, -1)},
+    "chosen steps": {"sampler": gear.Uniform(), "windows": gear.Window(at=[-2, 0, 1])},
+    "packed": {
+        "sampler": gear.Uniform(),
+        "windows": gear.Whole(),
+        "layout": "packed",
+        "columns": ["x", "y", "n", "z"],
+    },
+    "packed windows": {"sampler": gear.Uniform(), "layout": "packed"},
 }
 
 
@@ -88,6 +101,78 @@ def test_it_is_the_batch_that_is_made_in_steps(name: str, held: str, monkeypatch
     ]
     torch.testing.assert_close(*states, rtol=0, atol=0)
     assert at_once[2] == plain[2] > 0
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_values_of_any_length_come_in_the_same_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those of windows whose records do not follow one another."""
+    calls, draw_inline = list[bool](), TableReader.draw_inline
+    columns = {"x": gear.Column(torch.int16, (None,)), "y": gear.Column(torch.float32, (None, 2))}
+    columns |= {"n": gear.Column(torch.int64), "z": gear.Column(torch.int8, (None,), per="trajectory")}
+
+    def rows(seed: int) -> dict[str, Any]:
+        sizes = torch.randint(0, 9, (2, 6), generator=torch.Generator().manual_seed(seed)).tolist()
+        x = [torch.full((size,), seed, dtype=torch.int16) for size in sizes[0]]
+        y, z = (
+            [torch.full((size, 2), float(seed)) for size in sizes[1]],
+            torch.full((seed,), 3, dtype=torch.int8),
+        )
+        length = 1 + seed % 6
+        return {"x": x[:length], "y": y[:length], "n": torch.arange(length), "z": z}
+
+    def counted(self: TableReader, *given: Any) -> bool:
+        calls.append(at_once and draw_inline(self, *given))
+        return calls[-1]
+
+    monkeypatch.setattr(TableReader, "draw_inline", counted)
+    found: list[list[Any]] = []
+    for at_once in (True, False):
+        with gear.Table.create(
+            columns, max_steps=200, max_trajectories=20, memory=gear.Memory(payload="64KiB")
+        ) as table:
+            table.extend([rows(seed) for seed in range(12)])
+            data, made = dataset(table, **RAGGED[name]), list[Any]()
+            for turn in range(8):
+                batch = data.sample(3) if turn % 2 else data.sample()
+                made += [(batch[key].values, batch[key].offsets, batch[key].shape) for key in "xyz"]
+                made += [batch[key].clone() for key in batch if isinstance(batch[key], torch.Tensor)]
+                if turn == 5:
+                    table.add(rows(20))
+            found.append(made)
+            data.sample()
+            if at_once:
+                assert (sum(calls) > 1) == (
+                    name != "chosen steps"
+                )  # not after a change, nor while packed ones grow
+                assert not table._engine.region.array("readers")[:, READING].any()
+                table._engine.region.column("x").view("int64")[:] = 1 << 40
+                with pytest.raises(CorruptTableError, match="corrupt index"):
+                    data.sample()
+                assert not table._engine.region.array("readers")[:, READING].any()
+                assert table._engine.region.array("counters")[NUM_SAMPLED] == 4 * 5 + 4 * 3 + 5
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "threads"),
+    [
+        ({}, 0),
+        ({"sampler": gear.Prioritized()}, 1),
+        ({"subset": lambda numbers: numbers >= 0}, 1),
+        ({"batch_size": 4096}, 1),
+    ],
+)
+def test_small_batches_are_not_handed_over_by_a_thread(options: Any, threads: int) -> None:
+    """Which of them are drawn ahead at a request is the same."""
+    with make_table() as table:
+        data = dataset(table, prefetch=2, **options)
+        batches = iter(data)
+        for turn in range(3):
+            next(batches)
+            wait_until(lambda turn=turn: table.stats().num_sampled == (turn + 3) * data.batch_size)
+        assert len(prefetch_threads()) == threads
+        batches.close()  # type: ignore[attr-defined]
+        assert data.state_dict()["step"] == 3
 
 
 def test_it_leaves_no_ticket_and_no_lock(held: str) -> None:

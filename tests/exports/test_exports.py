@@ -248,7 +248,7 @@ def test_nothing_is_left_after_an_error(plain: Any, ragged: Any, tmp_path: Path)
 
 
 def test_formats_of_ones_own(plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_WRITERS", dict(formats._WRITERS))
+    monkeypatch.setattr(formats.registry, "known", dict(formats.registry.known))
 
     def lengths(table: gear.Table, place: str, *, columns: Any = None, indent: int = 0) -> int:
         return Path(place).write_text(json.dumps(table.lengths().tolist(), indent=indent))

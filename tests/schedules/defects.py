@@ -108,6 +108,11 @@ def _no_ticket(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TableReader, "_begin_unchanged", at_once)
 
 
+def _unread(patch: pytest.MonkeyPatch) -> None:
+    everything = property(lambda self: int(self.words[queue_loops.ASKED]))
+    patch.setattr(queued.QueuedBatch, "num_read", everything)
+
+
 def _callers_memory(patch: pytest.MonkeyPatch) -> None:
     def keep(self: Any, parts: Any) -> None:
         self.parts = tuple(None if part is None else part.detach() for part in parts)
@@ -153,7 +158,7 @@ def _scratch_of_the_call(patch: pytest.MonkeyPatch) -> None:
 def _kept_by_nobody(patch: pytest.MonkeyPatch) -> None:
     """A graph does not keep the tensors that its nodes use."""
     begin = launch_graph.LaunchGraph.__init__
-    patch.setattr(launch_graph.LaunchGraph, "__init__", lambda self, *given: begin(self, *given[:2], []))
+    patch.setattr(launch_graph.LaunchGraph, "__init__", lambda self, *given: begin(self, *given[:3], []))
 
 
 def _freed_scratch(patch: pytest.MonkeyPatch) -> None:
@@ -308,6 +313,9 @@ DEFECTS: dict[str, Defect] = {
         _left_out(Event, "record", "cuEventRecord"), Scenario.queued
     ),
     "one compiled call reads without a ticket": Defect(_no_ticket, Scenario.queued),
+    "one compiled call releases the tickets of earlier batches that a GPU still reads": Defect(
+        _unread, Scenario.queued
+    ),
     "one compiled call plans a packed batch while a copy still reads the last one": Defect(
         lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.queued_packed
     ),

@@ -676,16 +676,16 @@ class Run:
 
         setattr(owner, name, update)
         if isinstance(selection, CudaPrioritizedSelection):
-            again, mutex = selection._queue_again, selection.priorities.mutex
+            again, mutex = selection.queue_update, selection.priorities.mutex
 
-            def queue_again(parts: Any) -> bool:
+            def queue_again(*parts: Any) -> bool:
                 with mutex:
-                    if done := again(parts):
+                    if done := again(*parts):
                         self.cuda.machine.counts["queued updates"] += 1
                         update_twin()
                 return done
 
-            selection._queue_again = queue_again  # type: ignore[method-assign]
+            selection.queue_update = queue_again  # type: ignore[method-assign]
 
 
 def priorities(batch: Any, number: int, by_index: bool) -> torch.Tensor:

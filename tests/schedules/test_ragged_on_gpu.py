@@ -11,6 +11,7 @@ import torch
 from dataset_common import on_host
 from streams.cuda import Cuda
 from streams.machine import Policy
+from torchvision_common import substitute_torchvision
 
 import gear_loader as gear
 
@@ -104,6 +105,34 @@ def test_batches_are_those_of_the_cpu(options: dict[str, Any], policy: Policy, c
             torch.testing.assert_close(mine, getattr(other["x"], part), rtol=0, atol=0)
         for name in {*one} - {"x", "text", "max_seqlen"}:
             torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_jpegs_are_decoded_where_they_are_wanted(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, cuda = substitute_torchvision(monkeypatch), Cuda(3, "random")
+    column, random = gear.Column(torch.uint8, (16, 24, 3), codec="jpeg"), np.random.default_rng(0)
+    windows: Any = gear.Window(2) if layout == "padded" else gear.Whole()
+    given: dict[str, Any] = {"windows": windows, "layout": layout, "batch_size": 4}
+
+    def batches(device: Any) -> list[dict[str, Any]]:
+        dataset = gear.ReplayDataset(table, device=device, **given)
+        found = [kept(dataset.sample()), *(kept(batch) for batch, _ in zip(dataset, range(3), strict=False))]
+        assert all(batch["image"].device.type == torch.device(device.device).type for batch in found)
+        return [on_host(batch) for batch in found]
+
+    with cuda.installed():
+        memory = gear.Memory(payload="256KiB")
+        with gear.Table.create({"image": column}, max_steps=60, max_trajectories=9, memory=memory) as table:
+            for length in range(1, 7):
+                table.add({"image": random.integers(0, 256, (length, 16, 24, 3), dtype=np.uint8)})
+            expected, before = batches(gear.Gpu("cpu", decode=True)), len(asked)
+            found = batches(gear.Gpu(DEVICE, decode=True))
+            cuda.threads.finish()
+            gc.collect()
+    cuda.check()
+    assert before == 0 < len(asked)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one["image"], other["image"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("policy", ["random", "latest"])

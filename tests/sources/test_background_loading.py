@@ -135,7 +135,7 @@ def test_a_killed_load_is_resumed(tmp_path: Path) -> None:
     name = f"test-killed-{os.getpid()}"
     program = f"""
         import sys, time
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
         from test_background_loading import Reader, load, source_loading
         source_loading.BACKGROUND_BYTES = 1
         class Slow(Reader):

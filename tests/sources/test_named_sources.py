@@ -17,7 +17,7 @@ from gear_loader.sources import named
 
 @pytest.fixture(autouse=True)
 def openers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named, "_OPENERS", dict(named._OPENERS))
+    monkeypatch.setattr(named.registry, "known", dict(named.registry.known))
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from files_common import damaged, pngs, tarred
+from sources_common import read_in_parts
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
@@ -49,6 +50,7 @@ def test_a_folder_of_npz(tmp_path: Path) -> None:
                 assert found["words"] == episode["words"].tolist()
                 for name, role in (("obs.state", "obs/state"), ("image", "image"), ("goal", "goal")):
                     np.testing.assert_array_equal(found[name].numpy(), episode[role])
+    read_in_parts(read_npz(tmp_path / "data", per_trajectory=["goal"]))
     with gear.load_dataset(tmp_path / "data/1.npz", columns={"r": "reward"}, progress=False) as table:
         assert table[0]["r"].tolist() == [1.0] * 5
 
@@ -120,6 +122,11 @@ def test_samples_that_are_steps(tmp_path: Path, name: str) -> None:
         assert found["json.reward"].tolist() == [1.5, 2.0, 2.5, 3.0]
         assert found["json.at.x"].tolist() == [[n, 1] for n in (3, 4, 5, 6)]
         assert (found["txt"][0], found["raw"][3]) == ("step 3", b"\6\0")
+    write(tmp_path / "b.tar", {f"more/{key}": value for key, value in samples(coded).items()})
+    reader = read_webdataset(tmp_path)
+    assert reader.starts.tolist() == [0, 2]
+    read_in_parts(reader)
+    (tmp_path / "b.tar").unlink()
     options = {"columns": {"r": "json.reward", "key": "__key__"}, "progress": False}
     with gear.load_dataset(f"webdataset:{tmp_path}", **options) as table:
         assert table[0]["key"] == ["run/a/000", "run/a/001", "run/a/002"]

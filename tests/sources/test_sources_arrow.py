@@ -14,6 +14,7 @@ import torch
 from files_common import damaged, pngs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sources_common import read_in_parts
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
@@ -155,6 +156,7 @@ def test_what_pyarrow_reads_is_what_the_table_holds(
             reader = read_arrow(folder, **options)
         with load(reader, progress=False, keep_float64=True) as table:
             check(table, rows)
+        read_in_parts(reader)
 
 
 def sample() -> Any:
@@ -188,7 +190,27 @@ def test_rows_are_sorted_by_a_column_and_what_is_constant_is_stored_once() -> No
         load(read_rows(rows, per_trajectory=["frame"]), progress=False)
 
 
-def test_rows_that_are_episodes() -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_files_are_read_from_a_row_group_on(
+    tmp_path: Path, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the last row group that holds all of an episode and of those that follow; of mixed rows from the first."""
+    rows = sample()
+    if mixed:
+        rows = rows.take(pa.array(np.random.default_rng(0).permutation(len(rows))))
+    pq.write_table(rows.slice(0, 25), tmp_path / "a.parquet", row_group_size=4)
+    pq.write_table(rows.slice(25), tmp_path / "b.parquet", row_group_size=35)
+    reader = read_parquet(tmp_path, step="frame", per_trajectory=["task"])
+    assert mixed or reader.starts.tolist() == [0, 1, 2, 3]
+    read_in_parts(reader)
+    monkeypatch.setattr(arrow_rows, "_PART_ROWS", 7)
+    datasets = pytest.importorskip("datasets")
+    reader = read_rows(datasets.Dataset(rows))
+    assert mixed or reader.starts.tolist() == [0, 1, 2, 3, 4, 5]
+    read_in_parts(reader)
+
+
+def test_rows_that_are_episodes(tmp_path: Path) -> None:
     step = pa.struct([("x", pa.float32()), ("image", pa.binary())])
     rows = pa.table(
         {
@@ -198,7 +220,11 @@ def test_rows_that_are_episodes() -> None:
             "steps": pa.array([[{"x": i, "image": b"i"} for i in range(n)] for n in (2, 4)], pa.list_(step)),
         }
     )
-    with load(read_rows(rows, rows="episodes", per_trajectory=["goal"]), progress=False) as table:
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=2)
+    reader = read_parquet(tmp_path, rows="episodes", per_trajectory=["goal"])
+    assert reader.starts.tolist() == list(range(0, len(rows), 2))
+    read_in_parts(reader)
+    with load(reader, progress=False) as table:
         assert table.lengths().tolist() == [2, 4]
         found = {name: plain(value) for name, value in table[1].items()}
         assert (found["goal"], found["task"]) == ([3.0, 4.0], "right")
@@ -406,9 +432,9 @@ def test_rows_that_change_are_noticed() -> None:
     rows = sample()
 
     class Changing(arrow_rows.Rows):
-        def batches(self, columns: Any) -> Any:
+        def read(self, columns: Any, first: int) -> Any:
             nonlocal rows
-            yield from rows.select(list(columns)).to_batches()
+            yield from ((0, batch) for batch in rows.select(list(columns)).to_batches())
             rows = rows.take(pa.array([*range(10, 20), *range(10), *range(20, 60)]))
 
     with pytest.raises(SourceError, match="has other rows than before; expected data that stay as they are"):

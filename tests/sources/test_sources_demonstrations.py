@@ -13,10 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sources_common import read_in_parts
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
-from gear_loader.sources import read_robomimic, replay_zarr
+from gear_loader.sources import read_robomimic, read_zarr, replay_zarr
 
 DEMOS = {"demo_0": 4, "demo_10": 3, "demo_2": 6}
 
@@ -62,6 +63,7 @@ def test_robomimic_is_what_h5py_reads(tmp_path: Path) -> None:
                     np.testing.assert_array_equal(table[number][name].numpy(), written[demo][key])
                 last = table.final(number)["observation.pose.eef"].numpy()
                 np.testing.assert_array_equal(last, written[demo]["next_obs/pose/eef"][-1])
+    read_in_parts(read_robomimic(path))
     reader = read_robomimic(path, split="valid", columns={"s": "states", "pose": "obs/pose/eef"})
     assert reader.demos == ["demo_2"]
     (episode,) = reader
@@ -189,6 +191,7 @@ def check_zarr(tmp_path: Path, made: Any, read_bytes: int, *, zipped: bool) -> N
     ends = np.cumsum(lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay_zarr, "READ_BYTES", read_bytes)
+        read_in_parts(read_zarr(address.removeprefix("zarr:")))
         with gear.load_dataset(address, keep_float64=True, progress=False) as table:
             assert sorted(table.schema) == sorted(name.replace("/", ".") for name in arrays)
             for name, (values, _, _) in arrays.items():

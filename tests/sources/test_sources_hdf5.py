@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources_common import D4RL_NAMES, LENGTHS, cut, flat_arrays, same, same_episodes, write
+from sources_common import D4RL_NAMES, LENGTHS, cut, flat_arrays, read_in_parts, same, same_episodes, write
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
@@ -74,6 +74,7 @@ def test_steps_after_the_last_flag(tmp_path: Path, rest: int) -> None:
     path = write(tmp_path / "data.hdf5", arrays)
     finished = cut(arrays, LENGTHS)
     same_episodes(read_hdf5(path, unfinished="drop"), finished)
+    read_in_parts(read_hdf5(path))
     *kept, last = read_hdf5(path)
     same_episodes(kept, finished)
     same(last["observation"], arrays["observations"][-rest:])

@@ -18,7 +18,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from minari.data_collector import EpisodeBuffer
-from sources_common import LENGTHS, ScriptedEnv, same, same_episodes
+from sources_common import LENGTHS, ScriptedEnv, read_in_parts, same, same_episodes
 from test_sources_environment import NESTED, NestedEnv
 
 import gear_loader as gear
@@ -108,6 +108,7 @@ def test_every_step_of_what_minari_has(data_format: str) -> None:
     dataset = build(buffers, "made/random-v0", data_format=data_format)
     columns = ["observation", "next_observation", "action", "reward", "terminated", "truncated"]
     reader = read_minari("made/random-v0", columns=columns, keep_float64=True)
+    read_in_parts(reader)
     assert len(reader) == len(LENGTHS)
     assert reader.lengths.tolist() == [len(episode) for episode in dataset] == list(LENGTHS)
     assert reader.num_steps == dataset.total_steps

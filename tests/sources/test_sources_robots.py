@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sources_common import read_in_parts
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
@@ -61,6 +62,7 @@ def test_lerobot_equals_the_owners_reading(name: str) -> None:
     pytest.importorskip("av")
     pytest.importorskip("PIL")
     expected = known(name)
+    read_in_parts(read_lerobot(DATA / name, episodes=[0, 2]))
     with gear.load_dataset(f"lerobot:{DATA / name}", progress=False) as table:
         video = table.schema["observation.images.top"]
         assert video == gear.Column(torch.uint8, (64, 64, 3), codec="video")
@@ -239,6 +241,7 @@ def test_rlds_equals_the_owners_reading() -> None:
     for split, count in (("train", 3), ("val", 2)):
         expected = known("rlds")
         reader = read_rlds(DATA / "rlds", split=split, per_trajectory=["language_instruction"])
+        read_in_parts(reader)
         with load(reader, progress=False) as table:
             assert len(table) == count
             assert table.schema["observation.image"] == gear.Column(torch.uint8, (16, 24, 3), codec="jpeg")

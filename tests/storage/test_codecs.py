@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchvision_common import substitute_torchvision
 
 import gear_loader as gear
 from gear_loader.errors import CodecError, SchemaError
@@ -311,6 +312,26 @@ def test_helpers_are_waited_for_where_no_more_threads_can_start(monkeypatch: pyt
         monkeypatch.setattr(threading.Thread, "start", refuse)
         decoding.for_each(8, work)
         assert sorted(done) == list(range(8))
+
+
+@pytest.mark.parametrize("name", ["jpeg", "gray"])
+def test_jpegs_that_a_gpu_decodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for torchvision. What it refuses, and what is no such jpeg, is left to the CPU, which names it."""
+    asked = substitute_torchvision(monkeypatch)
+    coded, device = COLUMNS[name].ragged.coded, torch.device("cpu")  # type: ignore[union-attr]
+    assert coded is not None
+    values = trajectory(np.random.default_rng(3), 3)[name]
+    first, second = (memoryview(blob) for blob in encoded(coded, values[:2], "it", once=False, whole=True))
+    plain = lambda blobs, shape: decoded(coded, blobs, shape, name=lambda i: f"value {i}")  # noqa: E731
+    found = lambda blobs, shape: decoded(coded, blobs, shape, name=lambda i: f"value {i}", device=device)  # noqa: E731
+    for blobs in ([first, second], [second, None, first, second], [None, None]):
+        assert torch.equal(found(blobs, (len(blobs), 1)), plain(blobs, (len(blobs), 1)))
+    assert asked == [2, 2]  # once each, and not for nothing
+    other = memoryview(coders.coder_of(coded).encode(np.zeros((H, W + 8, coded.row_shape[2]), np.uint8)))
+    for damaged in (memoryview(bytes(first)[:-40]), memoryview(b"no jpeg"), other):
+        with pytest.raises(CodecError, match="value 1 is damaged"):
+            found([first, damaged], (2,))
+    assert asked == [2, 2, 2]
 
 
 def test_damaged_values_are_named_and_the_table_stays_whole() -> None:

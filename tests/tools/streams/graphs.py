@@ -61,6 +61,9 @@ _COMPILED: dict[str, Callable[..., int]] = {
     "cuGraphLaunch": lambda cuda, graph, stream, *_: cuda.cuGraphLaunch(graph, stream),
     "cuEventRecord": lambda cuda, event, stream, *_: cuda.cuEventRecord(event, stream),
     "cuMemcpyDtoDAsync_v2": lambda cuda, *given: cuda.cuMemcpyDtoDAsync_v2(*given),
+    "cuThreadExchangeStreamCaptureMode": lambda cuda, mode, *_: cuda.cuThreadExchangeStreamCaptureMode(
+        ctypes.byref(ctypes.c_int.from_address(mode))
+    ),
 }
 """How compiled loops call the functions."""
 

@@ -1,0 +1,160 @@
+"""Several tables drawn from as one: probabilities and weights are those of one table of all rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError
+from gear_loader.transport import RemoteShards
+
+SCHEMA = {"number": gear.Column(torch.int64)}
+SIZES = {"max_steps": 1000, "max_trajectories": 100}
+COUNTS = (30, 10, 0)
+ALL = sum(COUNTS)
+
+
+def trajectory(number: int) -> dict[str, Any]:
+    return {"number": torch.full((5,), number)}
+
+
+def fill(tables: Any) -> None:
+    number = 0
+    for count, table in zip(COUNTS, tables, strict=True):
+        for _ in range(count):
+            table.add(trajectory(number), priority=1.0 + number)
+            number += 1
+
+
+@pytest.fixture(scope="module")
+def shards() -> Iterator[RemoteShards]:
+    """One table of this machine, and two of a server, of which one is empty."""
+    names = [f"test-shards-{number}" for number in range(3)]
+    tables = [gear.Table.create(SCHEMA, **SIZES, name=name, if_exists="replace") for name in names]
+    fill(tables)
+    server = gear.serve(tables[1:], allow="all")
+    urls = list(server.urls.values())
+    try:
+        with RemoteShards(
+            [tables[0], *(gear.connect(url, secret=server.secret) for url in urls)], timeout=0.5
+        ) as made:
+            yield made
+    finally:
+        server.stop()
+        for table in tables:
+            table.unlink()
+
+
+def dataset(table: Any, sampler: Any, **options: Any) -> gear.ReplayDataset:
+    given = {"batch_size": 128, "windows": gear.Window(1, squeeze=True), "batches_per_epoch": 30}
+    return gear.ReplayDataset(table, sampler=sampler, device="cpu", **{**given, **options})
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [gear.Uniform(), gear.Prioritized(), gear.Prioritized(normalize="table", beta=1.0)],
+    ids=["uniform", "priority", "table"],
+)
+def test_rows_and_weights_are_as_of_one_table(shards: RemoteShards, sampler: Any) -> None:
+    one = gear.Table.create(SCHEMA, **SIZES)
+    fill([one] * len(COUNTS))
+    mine = dataset(shards, sampler)
+    numbers = []
+    for batch in mine:
+        assert batch["shard"].tolist() == (batch["number"] >= COUNTS[0]).long().tolist()
+        numbers.append(batch["number"])
+    counts = torch.bincount(torch.cat(numbers), minlength=ALL).double()
+    expected = torch.ones(ALL, dtype=torch.float64)
+    if sampler.by_priority:
+        expected = torch.arange(1, ALL + 1, dtype=torch.float64).pow(0.6)
+    expected *= counts.sum() / expected.sum()
+    # 99.99% of the distribution of chi-squared with 39 degrees of freedom; the seed is fixed.
+    assert float(((counts - expected).square() / expected).sum()) < 80.1
+    if sampler.weighs:
+        batch, theirs = mine.sample(), dataset(one, sampler).sample(1024)
+        ours = dict(zip(batch["number"].tolist(), batch["priority_weight"].tolist(), strict=True))
+        other = dict(zip(theirs["number"].tolist(), theirs["priority_weight"].tolist(), strict=True))
+        ratios = np.array([ours[number] / other[number] for number in ours if number in other])
+        assert len(ratios) > 20
+        np.testing.assert_allclose(ratios, 1.0 if sampler.normalize == "table" else ratios[0], rtol=1e-5)
+        if sampler.normalize == "batch":
+            assert batch["priority_weight"].max() == 1
+    mine.close()
+
+
+def test_priorities_reach_the_shard_of_each_row(shards: RemoteShards) -> None:
+    mine = dataset(shards, gear.Prioritized(alpha=1.0))
+    batch = mine.sample(400)
+    only = batch["number"] == COUNTS[0] + 3  # of the server's table
+    assert only.any()
+    mine.update_priority(batch, only.float() * 1e6)
+    assert float((mine.sample()["number"] == COUNTS[0] + 3).float().mean()) > 0.9
+    with pytest.raises(SchemaError, match="No shard was received"):
+        mine.update_priority(batch["index"], only.float(), generation=batch["generation"])
+    mine.update_priority(batch, 1.0 + batch["number"].float())
+    mine.close()
+
+
+def test_a_state_goes_on_where_it_was_taken(shards: RemoteShards) -> None:
+    mine = dataset(shards, gear.Uniform())
+    it = iter(mine)
+    for _ in range(4):
+        next(it)
+    state = mine.state_dict()
+    rest = [next(it)["number"].clone() for _ in range(4)]
+    again = dataset(shards, gear.Uniform())
+    again.load_state_dict(state)
+    for expected, batch in zip(rest, again, strict=False):
+        torch.testing.assert_close(batch["number"], expected, rtol=0, atol=0)
+    with pytest.raises(SchemaError, match="other options"):
+        dataset(shards, gear.Uniform(), seed=1).load_state_dict(state)
+    mine.close()
+    again.close()
+
+
+def test_ranks_draw_each_for_itself(shards: RemoteShards) -> None:
+    ranks = [dataset(shards, gear.Uniform(), ranks=gear.Ranks(rank=rank, world_size=2)) for rank in range(2)]
+    one, other = (each.sample()["number"].tolist() for each in ranks)
+    assert one != other
+    for each in ranks:
+        each.close()
+
+
+def test_what_several_shards_refuse(shards: RemoteShards) -> None:
+    for options in (
+        {"sampler": gear.Uniform(replacement=False)},
+        {"sampler": gear.Fifo()},
+        {"sampler": gear.Uniform(), "batch_size": gear.Steps(64), "windows": gear.Whole()},
+    ):
+        with pytest.raises(SchemaError, match="expected Uniform or Prioritized with replacement"):
+            dataset(shards, **options)
+    mine = dataset(shards, gear.Uniform(), batches_per_epoch=None)
+    with pytest.raises(SchemaError, match="batches_per_epoch is None"):
+        next(iter(mine))
+    assert mine.mass() == (ALL, math.inf)
+    empty = RemoteShards([gear.Table.create(SCHEMA, **SIZES)], timeout=0.05)
+    with pytest.raises(gear.errors.TableEmptyError, match="None of 1 shards had anything to draw"):
+        dataset(empty, gear.Uniform()).sample()
+    with pytest.raises(SchemaError, match="expected the same"):
+        RemoteShards([shards.tables[0], gear.Table.create({"x": gear.Column(torch.int64)}, **SIZES)])
+    with pytest.raises(SchemaError, match="expected one or more"):
+        RemoteShards([])
+
+
+def test_writers_take_tables_of_this_machine(shards: RemoteShards) -> None:
+    private = [gear.Table.create(SCHEMA, **SIZES) for _ in range(2)]
+    mine = RemoteShards([*private, shards.tables[1]])
+    places = {mine.add(trajectory(number))[0] for number in range(4)}
+    assert (places, len(mine)) == ({0, 1}, 4 + COUNTS[1])
+    with mine.writer() as writer:
+        writer.append(number=7)
+        writer.commit()
+    assert mine.extend([trajectory(1)] * 3)[1].shape == (3,)
+    shards_of = mine.sample(64, device="cpu")["shard"]
+    assert set(shards_of.tolist()) == {0, 1, 2}
