@@ -54,7 +54,16 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "cli": frozenset({"psutil", "rich", "typer"}),
     "look": frozenset({"markupsafe", "rich"}),
     "integrations": frozenset(
-        {"gymnasium", "minari", "ray", "stable_baselines3", "tensordict", "tianshou", "torchrl"}
+        {
+            "gymnasium",
+            "minari",
+            "ray",
+            "stable_baselines3",
+            "tensordict",
+            "tianshou",
+            "torchrl",
+            "transfer_queue",
+        }
     ),
     "lightning": frozenset({"lightning"}),
     "native": frozenset({"llvmlite"}),
@@ -91,6 +100,7 @@ LOADED_ON_DEMAND = (
     "tensordict",
     "tianshou",
     "torchrl",
+    "transfer_queue",
     "typer",
     "ucp",
     "ucxx",

@@ -17,12 +17,14 @@ SNIPPETS = {
 }
 # What starts a process group, or lives on in the process, has a process of its own; the rest share this one.
 APART = {"howto/ddp", "howto/lightning", "howto/ray", "howto/several-machines", "howto/slurm"}
+APART |= {"howto/transfer-queue"}
 NEEDS = {
     "howto/decision-transformer": ["gymnasium"],
     "howto/images": ["simplejpeg", "zstandard"],
     "howto/lightning": ["lightning"],
     "howto/offline-data": ["h5py", "pandas", "pyarrow"],
     "howto/ray": ["ray"],
+    "howto/transfer-queue": ["transfer_queue"],
     "howto/vector-environments": ["gymnasium"],
     "start/first-buffer": ["gymnasium"],
 }

@@ -39,7 +39,7 @@ for name in "${names[@]}"; do
         d3rlpy) packages=("torch==$torch" d3rlpy==2.8.1 "${tested[@]}") module=d3rlpy ;;
         rllib) packages=("torch==$torch" "ray[rllib]==2.60.0" "${tested[@]}") module=ray.rllib.algorithms.dqn ;;
         sb3) packages=("torch==$torch" stable-baselines3==2.9.2 -e "$root") module=gear_loader.integrations.sb3 ;;
-        transferqueue) packages=("torch==$torch" TransferQueue==0.1.11) module=transfer_queue ;;
+        transferqueue) packages=("torch==$torch" TransferQueue==0.1.11 "${tested[@]}" psutil msgpack) module=transfer_queue ;;
         lerobot) packages=(lerobot==0.4.4) module=lerobot.datasets.lerobot_dataset ;;
         lance) packages=("torch==$torch" pylance==14.0.2 pillow) module=lance.torch.data ;;
         webdataset) packages=("torch==$torch" webdataset==1.0.2 pillow) module=webdataset ;;

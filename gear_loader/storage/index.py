@@ -578,28 +578,33 @@ class Index:
             lanes[chosen] = EMPTY_LANE
             self.abort(left[:, LANE_SLOT], wait=False, generations=left[:, LANE_GENERATION])
 
-    def remove(self, slots: Array) -> None:
-        """Retire all the given trajectories, or raise.
+    def remove(self, slots: Array, generations: Array | None = None, *, strict: bool = True) -> int:
+        """Retire all the given trajectories, or raise; return how many were not there.
 
         Args:
-            slots: int64 [n], distinct.
+            slots: int64 [n], distinct. generations: int64 [n]; a negative one is not compared.
+            strict: whether one that is not there is an error.
 
         Raises:
-            StaleIndexError: a slot without a live trajectory, or given twice. Nothing was changed.
+            StaleIndexError: with `strict`, a slot without a live trajectory; or one that was given twice. Nothing was
+                changed.
         """
         slots = np.ascontiguousarray(slots, dtype=np.int64)
+        since = np.full_like(slots, -1) if generations is None else generations
 
-        def remove() -> None:
-            live = self.arrays.live_rows(slots, np.full_like(slots, -1), strict=False, what="")
-            if not live.all():
+        def remove() -> int:
+            live = self.arrays.live_rows(slots, since, strict=False, what="")
+            if strict and not live.all():
                 raise stale(self.arrays, int(slots[~live][0]))
-            if len(np.unique(slots)) != len(slots):
+            chosen = slots[live]
+            if len(np.unique(chosen)) != len(chosen):
                 raise StaleIndexError(
                     f"Indices {slots.tolist()} name a trajectory twice; expected distinct ones."
                 )
-            self.arrays.ops.remove(self.arrays.where, slots)
+            self.arrays.ops.remove(self.arrays.where, chosen)
+            return len(slots) - len(chosen)
 
-        self.recovery.locked(remove)
+        return self.recovery.locked(remove)
 
     def clear(self) -> None:
         """Retire all live trajectories."""

@@ -93,6 +93,9 @@ def write_payload(payload: Payload, heap: Array, offsets: Array) -> bool:
     if not write_values(heap.ctypes.data, heap.nbytes, payload.addresses, offsets, payload.sizes):
         return False
     rows = np.where(offsets < 0, -payload.rows, payload.rows)
+    if isinstance(payload.records, np.ndarray):
+        payload.records[:, 0], payload.records[:, 1] = abs(offsets), rows
+        return True
     for (_, begin, end), records in zip(payload.runs.tolist(), payload.records, strict=True):
         records[:, 0], records[:, 1] = abs(offsets[begin:end]), rows[begin:end]
     return True

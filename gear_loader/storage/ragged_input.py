@@ -22,7 +22,7 @@ class Payload(NamedTuple):
     Attributes:
         runs: int64 [R, 3], as `operations.extents.take_payload` takes them.
         sizes, rows, addresses: int64 [V], of each value: bytes, rows, and where it is.
-        records: of each run, int64 [values, 2], which the steps to store refer to.
+        records: of each run, int64 [values, 2], which the steps to store refer to; or of all, int64 [V, 2].
         hold: owners of that memory.
     """
 
@@ -30,7 +30,7 @@ class Payload(NamedTuple):
     sizes: Array
     rows: Array
     addresses: Array
-    records: Sequence[Array]
+    records: Sequence[Array] | Array
     hold: object
 
 

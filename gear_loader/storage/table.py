@@ -1178,18 +1178,39 @@ class Table:
                 f"slots has {int(slots.max())}; expected indices of live trajectories, as add() returns them."
             ) from None
 
-    def remove(self, index: int | Sequence[int] | Array) -> None:
+    def remove(
+        self,
+        index: int | Sequence[int] | Array,
+        *,
+        generation: Sequence[int] | Array | torch.Tensor | int | None = None,
+        stale: Literal["ignore", "error"] = "error",
+    ) -> int:
         """Remove one trajectory, or several atomically.
 
         Args:
             index: int, or int [n].
+            generation: int [n]; detects stale indices, which were reused.
+            stale: how to treat indices without a live trajectory: ``"ignore"`` skips them, ``"error"`` changes nothing
+                and raises.
+
+        Returns:
+            Number of indices that were skipped.
 
         Raises:
-            StaleIndexError: an index without a live trajectory, or given twice. Nothing was changed.
+            StaleIndexError: with ``stale="error"``: an index without a live trajectory; or one that was given twice.
+                Nothing was changed.
             SchemaError: anything but integers. Nothing was changed.
         """
         slots = numbers(index, "index", "iu", "an integer, or integers [n], as add() returns them")
-        self._engine.index.remove(slots.reshape(-1).astype(np.int64))
+        slots = slots.reshape(-1).astype(np.int64)
+        since = np.full_like(slots, -1)
+        if generation is not None:
+            since = numbers(generation, "generation", "iu", "integers [n]").reshape(-1).astype(np.int64)
+            if since.shape != slots.shape:
+                raise SchemaError(
+                    f"generation has {len(since)} entries; expected {len(slots)}, as index has."
+                )
+        return self._engine.index.remove(slots, since, strict=is_strict(stale))
 
     def clear(self) -> None:
         """Remove all trajectories that are live now, at once. Open writers are not affected.

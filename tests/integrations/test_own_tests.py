@@ -1,8 +1,8 @@
-"""The owners' own tests of replay buffers, run on ours: of stable-baselines3, TorchRL and Tianshou.
+"""The owners' own tests of replay buffers and storage, on ours: stable-baselines3, TorchRL, Tianshou, TransferQueue.
 
 They are fetched from the owners' packages or repositories, of the installed version; SB3_TESTS, TORCHRL_TESTS and
-TIANSHOU_TESTS name a checkout in their place. A library that this environment does not have, or cannot load whole, is
-taken from `make peers`.
+TIANSHOU_TESTS name a checkout in their place. Those of TransferQueue are installed with it. A library that this
+environment does not have, or cannot load whole, is taken from `make peers`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ LIBRARIES = {  # distribution, what has to be imported, its repository and the f
     "sb3": ("stable-baselines3", "stable_baselines3", None, "."),
     "torchrl": ("torchrl", "torchrl._torchrl", "https://github.com/pytorch/rl", "test/rb"),
     "tianshou": ("tianshou", "tianshou.data", "https://github.com/thu-ml/tianshou", "."),
+    "transferqueue": ("TransferQueue", "transfer_queue", None, "tests/e2e"),
 }
 
 
@@ -45,9 +46,13 @@ def checkouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def own_tests(name: str, python: str, folder: Path) -> Path:
     """The folder that the tests of the installed version run in; fetched once."""
-    distribution, _, repository, place = LIBRARIES[name]
+    distribution, module, repository, place = LIBRARIES[name]
     if known := os.environ.get(f"{name.upper()}_TESTS"):
         return Path(known) / place
+    if name == "transferqueue":
+        program = f"import importlib.util as found; print(found.find_spec({module!r}).origin)"
+        origin = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+        return Path(origin.stdout.strip()).parents[1] / place
     program = f"import importlib.metadata as found; print(found.version({distribution!r}))"
     version = subprocess.run(
         [python, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
@@ -110,9 +115,23 @@ TORCHRL = {
     "test_ensemble.py test_query.py test_her.py test_rb_transforms.py": (250, ""),
 }
 TIANSHOU = {"test/base/test_buffer.py": (18, "")}
+TRANSFERQUEUE = {
+    "test_kv_interface_e2e.py": (56, ""),
+    "test_e2e_lifecycle_consistency.py": (8, ""),
+    # Left out: tests that look for the files of its own simple storage in a checkpoint.
+    "test_checkpoint_e2e.py": (
+        10,
+        "not mismatch and not test_tensor_fields and not test_storage_saved_is_true",
+    ),
+}
 RUNS = [
     pytest.param(name, files, chosen, least, id=f"{name}-{files.split()[0]}")
-    for name, runs in (("sb3", SB3), ("torchrl", TORCHRL), ("tianshou", TIANSHOU))
+    for name, runs in (
+        ("sb3", SB3),
+        ("torchrl", TORCHRL),
+        ("tianshou", TIANSHOU),
+        ("transferqueue", TRANSFERQUEUE),
+    )
     for files, (least, chosen) in runs.items()
 ]
 
@@ -133,7 +152,7 @@ def test_they_pass_on_ours(
         text=True,
         timeout=290,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"},
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -143,7 +162,13 @@ def test_they_pass_on_ours(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "module"), [("tianshou", "tianshou"), ("d3rlpy", "d3rlpy"), ("rllib", "ray.rllib")]
+    ("name", "module"),
+    [
+        ("tianshou", "tianshou"),
+        ("d3rlpy", "d3rlpy"),
+        ("rllib", "ray.rllib"),
+        ("transferqueue", "transfer_queue"),
+    ],
 )
 def test_ours_pass_in_an_environment_that_has_the_library(name: str, module: str) -> None:
     python = interpreter(name, module)

@@ -28,7 +28,7 @@ from table_common import (
 )
 
 import gear_loader as gear
-from gear_loader.errors import TableFullError
+from gear_loader.errors import SchemaError, StaleIndexError, TableFullError
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.region import _Mapping
 from gear_loader.storage.shared_memory import region_path
@@ -240,8 +240,16 @@ def test_remove_one_and_several(table: gear.Table) -> None:
         table.remove(several)
         table.check_valid()
     assert numbers_of(table) == [6]
+    generation = table.gather([6], windows=gear.Window(1))["generation"]
     table.remove(np.int64(6))
     assert table.add(rows(9, 7)) == 6, "the last slot freed is the first given out"
+    assert table.remove([6, 2], generation=[*generation.tolist(), 0], stale="ignore") == 2
+    with pytest.raises(StaleIndexError):
+        table.remove(6, generation=generation)
+    with pytest.raises(SchemaError, match="generation has 2 entries; expected 1"):
+        table.remove(6, generation=[1, 2])
+    assert numbers_of(table) == [9]
+    assert table.remove([6], generation=generation + 1) == 0
 
 
 # The life of a handle --------------------------------------------------------------------------------
