@@ -1,9 +1,11 @@
-"""Archives of disk tiers on a server of the S3 protocol that fails at each request."""
+"""Archives of disk tiers on a server of the S3 protocol that fails at each request, or whose client is killed there."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.checkpoint import behind, bucket
+from gear_loader.checkpoint.archive import ARCHIVE_NAME
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.manifest import read_manifest
 from gear_loader.errors import CheckpointError
@@ -105,7 +108,7 @@ def objects_at(address: str) -> set[str]:
     return {f"s3://{each.rpartition('/')[0]}" for each in system.find(address)}
 
 
-@pytest.mark.parametrize("act", ["cut-body", "429"])
+@pytest.mark.parametrize("act", ["cut-body", "403", "half"])
 def test_each_request_of_an_upload_may_fail(tmp_path: Path, store: ObjectStore, act: str) -> None:
     """The local files stay until a whole upload is confirmed, and what failed leaves nothing behind."""
     at, count = 0, 1
@@ -124,6 +127,60 @@ def test_each_request_of_an_upload_may_fail(tmp_path: Path, store: ObjectStore, 
         shutil.rmtree(path)
         at += 1
     assert at > 6
+
+
+def fill(path: Path, address: str, planned: Any) -> None:
+    """What the process that is killed does."""
+    _be_impatient(setattr)
+    with gear.Table.recover(disk_at(path, address)) as table:
+        planned.send(None)
+        planned.recv()
+        add(table, 2)
+        table.save(path)
+        wait_until(lambda: is_moved(path))
+        table.remove(int(table.indices()[0]))
+        for number in (3, 4):
+            add(table, number)
+            table.save(path)
+        wait_until(lambda: is_moved(path))
+        wait_until(lambda: len(json.loads((path / ARCHIVE_NAME).read_bytes())) == len(segments_of(path)))
+
+
+def test_the_owner_may_be_killed_at_each_request(tmp_path: Path, store: ObjectStore) -> None:
+    context = multiprocessing.get_context("forkserver")  # children share no event loop with this process
+    context.set_forkserver_preload([__name__])
+    at, killed = 0, True
+    while killed:
+        path, address = tmp_path / f"{at}", f"s3://bucket/killed-{at}"
+        with new_table(path, address) as table:
+            add(table, 0, 1)
+            table.save(path)
+            wait_until(lambda path=path: is_moved(path))  # type: ignore[misc]
+        mine, theirs = context.Pipe()
+        process = context.Process(target=fill, args=(path, address, theirs))
+        process.start()
+        mine.recv()
+        store.plan(at=at, act=("kill-body", "kill-lost")[at % 2], pid=process.pid)
+        mine.send(None)
+        process.join()
+        killed = process.exitcode == -signal.SIGKILL
+        assert killed or process.exitcode == 0
+        store.plan()
+        with gear.Table.recover(disk_at(path, address)) as table:
+            after = numbers_in(table)
+            assert after in ([0, 1], [0, 1, 2], [1, 2], [1, 2, 3], [1, 2, 3, 4])
+            add(table, 5)
+            for _ in range(2):
+                table.save(path)
+            wait_until(lambda path=path: is_moved(path))  # type: ignore[misc]
+            table.save(path)
+            spill(table, table.indices())
+            assert numbers_in(table) == [*after, 5]
+            named = {f"{address}/segments/{each}" for each in segments_of(path)}
+            wait_until(lambda a=address, n=named: {x.rpartition("-")[0] for x in objects_at(a)} == n)  # type: ignore[misc]
+        shutil.rmtree(path)
+        at += 1
+    assert at > 10
 
 
 @pytest.fixture(scope="module")
