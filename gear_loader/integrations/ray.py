@@ -138,7 +138,7 @@ class ReplayShards:
         shards: the actors' handles. name: as given.
 
     Raises:
-        As ``Replay.options(...).remote``; no actor is left.
+        SchemaError, TypeError, PeerTimeoutError, GearError: as ``Replay.options(...).remote``; no actor is left.
     """
 
     def __init__(

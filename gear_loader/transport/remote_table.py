@@ -75,8 +75,8 @@ def connect(
         url: ``gear://<host>:<port>/<table>``, ``gears://...`` for a server with a certificate, whose connections are
             encrypted (TLS), or ``gear+ucx://...`` for UCX; or ``ray://<actor>`` for the table of a
             `gear_loader.integrations.ray.Replay` in this process's Ray cluster, which needs no secret: on the actor's
-            node this returns a `Table`, which has the same methods to add and more. Of `ReplayShards` it returns a
-            `gear_loader.transport.RemoteShards`.
+            node this returns a `Table`, which has the same methods to add and more. Of
+            `gear_loader.integrations.ray.ReplayShards` it returns a `gear_loader.transport.RemoteShards`.
         secret: the server's secret. secret_file: a file that holds it and that only its owner can read. By default the
             environment variable ``GEAR_LOADER_SECRET``.
         ca_file: with ``gears://``, a PEM file with the certificate authorities to trust, or with the server's
