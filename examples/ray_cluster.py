@@ -127,7 +127,11 @@ def train(config: dict[str, Any]) -> None:
             if over:
                 break
         dataset.close()
-    ray.train.report({"first": losses[0], "last": float(np.mean(losses[-50:])), "steps": len(losses)})
+    told = {"first": losses[0], "last": float(np.mean(losses[-50:])), "steps": len(losses)}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(network.state_dict(), Path(folder) / "network.pt")
+        leads = ray.train.get_context().get_world_rank() == 0
+        ray.train.report(told, checkpoint=ray.train.Checkpoint.from_directory(folder) if leads else None)
 
 
 def rounds(actors: list[Any], first: int, count: int) -> int:
@@ -175,7 +179,8 @@ def run(cluster: Any, second: Any, folder: str, args: argparse.Namespace) -> Non
             say("Learners have begun. Killing the process of a shard ...")
             ray.kill(replay.shards[0], no_restart=False)
             done = rounds(actors, done, args.rounds)
-            time.sleep(1)  # sync_seconds, and the time of a write
+            while any(ray.get(shard.stats.remote()).disk.unwritten_trajectories for shard in replay.shards):
+                time.sleep(0.1)
             before = stored(shards)
             expected = [actor * EPISODES + i for actor in range(args.actors) for i in range(done * ROUND)]
             if before != expected:

@@ -141,6 +141,8 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
     put("packed", "1 columns", "1 column", tokens, "plain torch", {"columns": 1, "item": "token"}, "rows")
     files = {"LeRobot": 400.0, "ours": 900.0}
     put("values", "images", "jpegs", files, "LeRobot", {"batch": 64, "item": "image"}, "rows")
+    robots = {"LeRobot": 200.0, "ours": 900.0}
+    put("data", "pusht", "pusht, images", robots, "ours", {"batch": 32, "item": "sample"}, "rows")
     sampled = {"plain torch": 1e5, "ours": 9e5, "PyG NeighborLoader": 2e5}
     put("graph", "sampling", "256 seeds", sampled, "plain torch", {"batch": 256, "item": "seed"}, "rows")
     remote = {"carrier": 3e4, "ours": 1e4, "Reverb": 4e3}

@@ -68,7 +68,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "lightning": frozenset({"lightning"}),
     "native": frozenset({"llvmlite"}),
     "sources": frozenset({"gymnasium", "h5py", "minari"}),
-    "storage": frozenset({"llvmlite", "msgpack"}),
+    "storage": frozenset({"llvmlite", "msgpack", "torchvision"}),
     "top": frozenset({"rich"}),
     "transport": frozenset({"nixl", "ucp", "ucxx"}),
     "utils": frozenset({"fsspec", "rich"}),

@@ -62,10 +62,12 @@ def tiered(
     blocks: int = 24,
     size: int | str = "1GiB",
     keep: Any = "newest",
+    archive: str | None = None,
+    sync_seconds: float = NEVER,
     **options: Any,
 ) -> gear.Table:
     """A private table with a memory of some blocks, beyond which trajectories lie on disk."""
-    disk = gear.Disk(path, sync_seconds=NEVER, size=size, keep=keep)
+    disk = gear.Disk(path, sync_seconds=sync_seconds, size=size, keep=keep, archive=archive)
     given = {**SIZES, "max_blocks": blocks, "timeout": 30.0, **options, "disk": disk}
     return gear.Table.create(columns, **nested_table(given))
 

@@ -63,6 +63,8 @@ packed | cpu, cuda | |
     packed batches of sequences of uneven length, by a budget of tokens
 values | cpu | LeRobot, Lance, WebDataset |
     images, video and token sequences: speed, bytes stored, memory of 4 readers
+data | cpu | LeRobot, Streaming, Lance |
+    data sets on a disk and in a bucket: first batch, samples a second, memory of readers
 graph | cpu, cuda | |
     neighbour sampling with features, and serving a GraphSAGE, beside PyG and plain torch
 learn | cpu | SB3 |

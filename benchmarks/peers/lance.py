@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import values
+from benchmarks.peers import data, values
 
 PACKAGES = ("pylance", "pyarrow", "torch", "numpy")
 MODULES = ("torch", "pyarrow", "PIL.Image")
@@ -82,4 +82,65 @@ class Arrow(values.Subject):
         return len(batch[0][0][0])
 
 
-KINDS: dict[str, dict[str, Any]] = {"values": {"Lance": Images, "Arrow": Arrow}}
+class Samples(data.Loaded):
+    """Samples of a data set, images as png: random rows by `SafeLanceDataset`, as its documentation has it."""
+
+    def fill(self) -> None:
+        import lance
+        import pyarrow
+        from PIL import Image
+
+        columns: dict[str, Any] = {"number": np.arange(self.data.count)}
+        if self.data.kind == "texts":
+            columns["prompt"], columns["answer"] = zip(*self.data.texts(), strict=True)
+        for name, array in self.data.arrays.items():
+            if name in data.CAMERAS:
+                blobs = []
+                for image in array:
+                    memory = io.BytesIO()
+                    Image.fromarray(image).save(memory, "png")
+                    blobs.append(memory.getvalue())
+                columns[name] = pyarrow.array(blobs, pyarrow.binary())
+            else:
+                flat = pyarrow.array(np.ascontiguousarray(array).reshape(-1))
+                columns[name] = pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1])
+        lance.write_dataset(pyarrow.table(columns), str(self.place))
+
+    def open(self, batch: int, workers: int, passes: int) -> None:
+        from lance.torch.data import SafeLanceDataset
+        from torch.utils.data import DataLoader, RandomSampler
+
+        rows = SafeLanceDataset(str(self.place))
+        given: dict[str, Any] = {}
+        if workers:
+            given = {"multiprocessing_context": "spawn", "persistent_workers": True}
+        given["sampler"] = RandomSampler(rows, num_samples=passes * batch)
+        self.store = DataLoader(rows, batch_size=batch, num_workers=workers, collate_fn=_collated, **given)
+
+    def rows(self, batch: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        values = {name: each if isinstance(each, list) else each.numpy() for name, each in batch.items()}
+        return values.pop("number"), values
+
+
+def _collated(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch: images by Pillow, texts as a list."""
+    import torch
+    from PIL import Image
+
+    batch: dict[str, Any] = {}
+    for name, first in samples[0].items():
+        found = [each[name] for each in samples]
+        if isinstance(first, bytes):
+            images = [torch.from_numpy(np.array(Image.open(io.BytesIO(blob)))) for blob in found]
+            batch[name] = torch.stack(images)
+        elif isinstance(first, str):
+            batch[name] = found
+        else:
+            batch[name] = torch.from_numpy(np.array(found, dtype=np.float32 if name != "number" else None))
+    return batch
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "values": {"Lance": Images, "Arrow": Arrow},
+    "data": {"Lance": Samples},
+}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import values
+from benchmarks.peers import data, values
 
 PACKAGES = ("lerobot", "datasets", "torchcodec", "torch", "numpy")
 MODULES = ("torch",)
@@ -101,6 +101,64 @@ class VideoByPyAV(Video):
     backend = "pyav"
 
 
+class Robot(data.Loaded):
+    """A data set of images as its own tools write it, read by its own loader with `DataLoader`."""
+
+    kind = "image"
+    backend: str | None = None
+
+    def fill(self) -> None:
+        from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+        if self.data.made.exists():
+            return
+        arrays, features = self.data.arrays, dict[str, Any]()
+        for name, own in data.CAMERAS.items():
+            shape = arrays[name].shape[1:]
+            features[own] = {"dtype": self.kind, "shape": shape, "names": ["height", "width", "channels"]}
+        for name, own in data.COLUMNS.items():
+            features[own] = {"dtype": "float32", "shape": arrays[name].shape[1:], "names": None}
+        names = {**data.CAMERAS, **data.COLUMNS}
+        given = {"root": self.data.made, "use_videos": self.kind == "video"}
+        made = LeRobotDataset.create("bench/data", data.FRAMES_PER_SECOND, features, **given)
+        for first, end in self.data.episodes():
+            for step in range(first, end):
+                frame = {own: np.array(arrays[name][step]) for name, own in names.items()}
+                made.add_frame({**frame, "task": "push the T"})
+            made.save_episode()
+        made.finalize()
+
+    def open(self, batch: int, workers: int, passes: int) -> None:
+        import datasets
+        from lerobot.datasets.lerobot_dataset import LeRobotDataset
+        from torch.utils.data import DataLoader, RandomSampler
+
+        datasets.config.HF_DATASETS_CACHE = self.cache
+        rows = LeRobotDataset("bench/data", root=self.data.made, video_backend=self.backend)
+        given: dict[str, Any] = {"persistent_workers": True} if workers else {}
+        sampler = RandomSampler(rows, num_samples=passes * batch)
+        self.store = DataLoader(rows, batch_size=batch, sampler=sampler, num_workers=workers, **given)
+
+    def rows(self, batch: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        values = {own: batch[name].numpy() for own, name in data.COLUMNS.items()}
+        for own, name in data.CAMERAS.items():
+            values[own] = (batch[name] * 255).round().byte().movedim(-3, -1).numpy()
+        return batch["index"].numpy(), values
+
+
+class RobotVideo(Robot):
+    """The same of video, as its own tools encode it: AV1. Frames by torchcodec."""
+
+    kind, backend = "video", "torchcodec"
+
+
+class RobotVideoByPyAV(RobotVideo):
+    """The same by PyAV."""
+
+    backend = "pyav"
+
+
 KINDS: dict[str, dict[str, Any]] = {
-    "values": {"LeRobot": Images, "LeRobot, torchcodec": Video, "LeRobot, PyAV": VideoByPyAV}
+    "values": {"LeRobot": Images, "LeRobot, torchcodec": Video, "LeRobot, PyAV": VideoByPyAV},
+    "data": {"LeRobot": Robot, "LeRobot, torchcodec": RobotVideo, "LeRobot, PyAV": RobotVideoByPyAV},
 }

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou, SB3,
-# TransferQueue, LeRobot, Lance (with Arrow), WebDataset, PyG; and d3rlpy and RLlib, with which tests of gear_loader.integrations run.
+# TransferQueue, LeRobot, Lance (with Arrow), WebDataset, MosaicML Streaming, PyG; and d3rlpy and RLlib, with which tests of gear_loader.integrations run.
 #
 #     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou sb3
-#                           transferqueue lerobot lance webdataset pyg d3rlpy rllib; all by default
+#                           transferqueue lerobot lance webdataset streaming pyg d3rlpy rllib; all by default
 #
 # FOLDER is .peers of this project by default, which the benchmarks look into by themselves; another one is named to
 # them by --peers FOLDER. What is there already is kept. One that cannot be made does not keep the others away: the
-# reason is kept in FOLDER/NAME/failed.txt, and the benchmarks and the report give it. About 22 GB, of which TorchRL's
+# reason is kept in FOLDER/NAME/failed.txt, and the benchmarks and the report give it. About 27 GB, of which TorchRL's
 # torch is 5.5, and LeRobot 8.3.
 #
 # They are separate from .venv and from each other, because Reverb 0.14 wants TensorFlow 2.15, which wants numpy 1 and
@@ -22,7 +22,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 2
 folder=${1:-$root/.peers}
 (($#)) && shift
 names=("$@")
-known=(reverb torchrl cpprb tianshou sb3 transferqueue lerobot lance webdataset pyg d3rlpy rllib)
+known=(reverb torchrl cpprb tianshou sb3 transferqueue lerobot lance webdataset streaming pyg d3rlpy rllib)
 ((${#names[@]})) || names=("${known[@]}")
 torch=${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}
 python=${PYTHON:-$(command -v python3.11 || echo python3)}
@@ -43,6 +43,7 @@ for name in "${names[@]}"; do
         lerobot) packages=(lerobot==0.4.4) module=lerobot.datasets.lerobot_dataset ;;
         lance) packages=("torch==$torch" pylance==14.0.2 pillow) module=lance.torch.data ;;
         webdataset) packages=("torch==$torch" webdataset==1.0.2 pillow) module=webdataset ;;
+        streaming) packages=(mosaicml-streaming==0.13.0) module=streaming ;;
         pyg)
             packages=("torch==$torch" torch_geometric==2.8.1 setuptools wheel -e "$root[bench]") module=torch_sparse
             sources=(torch-scatter==2.1.2 torch-sparse==0.6.18)

@@ -64,6 +64,10 @@ _PICTURES: dict[
         partial(bars.draw_panels, "values"),
         "Batches of decoded images and frames, and of token sequences; whiskers from p10 to p90.",
     ),
+    "data": (
+        partial(bars.draw_panels, "data"),
+        "Data sets from a disk, samples of later passes, and from a bucket, of the first; whiskers from p10 to p90.",
+    ),
     "select": (
         lines.draw_select,
         "One cycle: draw a batch by priority, then set new priorities. Bands from p10 to p90; hollow marks where draws "

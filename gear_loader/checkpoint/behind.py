@@ -22,10 +22,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gear_loader.checkpoint.archive import Archive
+from gear_loader.checkpoint.changes import OnDisk
 from gear_loader.checkpoint.disk_place import Place, holder_of, occupied, open_new
 from gear_loader.checkpoint.files import Arena
 from gear_loader.checkpoint.housekeeping import LockedError, convert_errors, identity, is_full
 from gear_loader.checkpoint.saving import DiskFullError, Save
+from gear_loader.checkpoint.segments import Segment, stored_columns
 from gear_loader.checkpoint.spilling import Spiller
 from gear_loader.errors import CheckpointError, GearError, TableClosedError
 from gear_loader.storage.counters import VERSION
@@ -49,6 +52,8 @@ _TICK = 0.005
 """Seconds between two looks at the free blocks of a table with a disk tier."""
 _SLOW_TICK = 0.1
 """The same while nothing can be moved to disk."""
+_ARCHIVED_FROM = 0.75
+"""Share of `Disk.size` from which on segments go to the archive, if there is one."""
 _logger = logging.getLogger("gear_loader")
 
 
@@ -156,6 +161,10 @@ class WriteBehind:
             if table._engine.has_tier
             else None
         )
+        self._archive = (
+            None if place.disk.archive is None else Archive(place.disk.archive, place.directory, table.schema)
+        )
+        self._archived_bytes = 0
         self._finalizer = weakref.finalize(table._engine, self._abandon)
         self._finalizer.atexit = False
         _writers.add(self)
@@ -164,6 +173,9 @@ class WriteBehind:
         """Start the thread."""
         if self._spiller is not None:
             self._spiller.announce(True)
+        self._follow()
+        if self._archive is not None:
+            self._archive.begin()
         self._thread.start()
 
     def finish_if_dropped(self, path: str) -> None:
@@ -209,7 +221,8 @@ class WriteBehind:
             bytes_written=self._bytes,
             write_seconds=self._seconds,
             longest_write_seconds=self._longest,
-            error=self._error or self._tier_error,
+            error=self._error or self._tier_error or (None if self._archive is None else self._archive.error),
+            archived_bytes=self._archived_bytes,
         )
 
     def close(self) -> None:
@@ -223,6 +236,8 @@ class WriteBehind:
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+        if self._archive is not None:
+            self._archive.end()
         try:
             with self._mutex:
                 if self._table is not None:  # a thread whose table was abandoned has done it
@@ -236,6 +251,8 @@ class WriteBehind:
         """Let go of the table and the directory."""
         self._finalizer.detach()
         self._stop.set()
+        if self._archive is not None:
+            self._archive.end()
         if self._spiller is not None:
             self._spiller.announce(False)
             self._spiller = None
@@ -251,7 +268,7 @@ class WriteBehind:
         while not self._wait(pause):
             began = time.monotonic()
             with self._mutex:
-                if self._has_changed() or self._error is not None:
+                if self._has_changed() or self._error is not None or self._has_moved():
                     self._attempt()
             if self._error is None:
                 pause, again = max(0.0, interval - (time.monotonic() - began)), base
@@ -284,9 +301,14 @@ class WriteBehind:
                     tick = _SLOW_TICK  # open writers hold the memory, or the disk fails
             elif not spiller.missing():
                 self._tier_error = None
-            if time.monotonic() >= end:
-                return False
+            if time.monotonic() >= end or (self._error is None and self._has_moved(idle=True)):
+                return self._stop.is_set()
         return True
+
+    def _has_moved(self, *, idle: bool = False) -> bool:
+        """Whether segments have gone to the archive since the last write, or the one before it; and no others will."""
+        archive = self._archive
+        return archive is not None and archive.wants_write and (archive.is_idle or not idle)
 
     def _has_changed(self) -> bool:
         table = self._table
@@ -330,6 +352,7 @@ class WriteBehind:
             assert save.manifest is not None
             self._following = save.manifest.next_sequence  # these are safe, whatever happens to older ones
             self._writes, self._bytes = self._writes + 1, self._bytes + save.bytes_written
+            self._follow()
             if self._spiller is not None:
                 self._spiller.set_full(False)
                 lost = self._spiller.lost([segment.number for segment in save.manifest.segments])
@@ -354,6 +377,8 @@ class WriteBehind:
         while True:
             known = place.on_disk
             save = Save(table, place.directory, place.manifest, known)
+            if self._archive is not None:
+                self._archive.apply(save.on_disk)
             # Until the new checkpoint is known: an exception may come between any two lines.
             place.is_uncertain, place.on_disk = True, None
             try:
@@ -363,6 +388,8 @@ class WriteBehind:
                 place.is_uncertain = save.has_changed  # its files may be there still
                 if not isinstance(error, DiskFullError):
                     raise
+                if self._archive is not None and self._archive.make_room(self._local(save.on_disk)):
+                    continue
                 evict, _ = table._engine.policy
                 if evict == REFUSE or not table._engine.index.evict(error.steps, evict):
                     raise
@@ -373,6 +400,40 @@ class WriteBehind:
             place.on_disk = save.on_disk, save.index_file
             place.is_uncertain = False
             return save
+
+    def _local(self, on_disk: OnDisk) -> list[Segment]:
+        """Segments whose columns are in the directory and have live rows, the coldest first."""
+        assert self._spiller is not None
+        segments = [on_disk.segments[number] for number in self._spiller.coldest(on_disk)]
+        return [segment for segment in segments if not segment.archive]
+
+    def _follow(self) -> None:
+        """Tell the archive what is on disk, and which segments to take: as long as `_ARCHIVED_FROM` is exceeded."""
+        archive, spiller, place = self._archive, self._spiller, self._place
+        if spiller is None or place.manifest is None:
+            return
+        columns = stored_columns(place.manifest.schema)
+
+        def size(segment: Segment) -> int:
+            return sum(segment.bytes(name, column) for name, column in columns.items())
+
+        moved = [segment for segment in place.manifest.segments if segment.archive]
+        self._archived_bytes = sum(map(size, moved))
+        spiller.archived = np.array([segment.number for segment in moved], dtype=np.int64)
+        if archive is None:
+            return
+        archive.follow(place.manifest, place.previous)
+        assert place.disk.size is not None
+        excess = sum(map(size, place.manifest.segments)) - self._archived_bytes
+        excess -= int(_ARCHIVED_FROM * int(place.disk.size))
+        wanted: list[Segment] = []
+        if excess > 0 and place.on_disk is not None:
+            for segment in self._local(place.on_disk[0]):
+                # One that is mostly dead is rewritten.
+                if excess > 0 and 2 * place.on_disk[0].live[segment.number] >= segment.steps:
+                    wanted.append(segment)
+                    excess -= size(segment)
+        archive.ask(wanted)
 
     def _note(self, save: Save) -> None:
         # While the files of the write before are there: an owner that died may have noted only that one.
@@ -408,7 +469,7 @@ class WriteBehind:
         """Give up the parent's lock and memory in a forked child."""
         self._place.close()
         self._finalizer.detach()
-        self._spiller = None
+        self._spiller = self._archive = None
         self._table = None
 
 

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 from gear_loader.checkpoint.directory import Directory, readable
 from gear_loader.checkpoint.json_file import LARGEST_BYTES
-from gear_loader.checkpoint.names import PART
+from gear_loader.checkpoint.names import PART, WRITABLE
 from gear_loader.checkpoint.open_files import FileToRead, NewFile
 from gear_loader.errors import CheckpointError
 from gear_loader.utils.addresses import call, file_system, repeated
+from gear_loader.utils.paths import is_address
 
 THREADS = 16
 """Requests at a time."""
@@ -33,8 +34,6 @@ _PIECE_BYTES = 1 << 20
 _RANGE_BYTES = 8 << 20
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9_000  # S3 takes 10,000
-# Stores that replace an object at once. Others, such as SFTP, show a reader half of a manifest.
-_WRITABLE = ("abfs", "abfss", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "s3", "s3a")
 _Result = TypeVar("_Result")
 
 
@@ -61,9 +60,9 @@ class Bucket(Directory):
             CheckpointError: fsspec or a package of the store is missing; or it cannot hold a checkpoint.
         """
         scheme = address.partition("://")[0]
-        if write and scheme not in _WRITABLE:
+        if write and scheme not in WRITABLE:
             raise CheckpointError(
-                f"{address} has the scheme {scheme!r}; expected one of {', '.join(_WRITABLE)}, which replace an object "
+                f"{address} has the scheme {scheme!r}; expected one of {', '.join(WRITABLE)}, which replace an object "
                 "at once. Save into a local directory, and copy it there."
             )
         system, key = file_system(address)
@@ -235,6 +234,11 @@ class Bucket(Directory):
 
     def refuse_links(self, ours: Callable[[str], bool]) -> None:
         """There are none."""
+
+
+def folder_to_load(directory: Directory, path: str) -> Directory:
+    """Open a directory below another one, or the prefix at an address; see `Directory.child_to_load`."""
+    return Bucket.at_address(path, write=False) if is_address(path) else directory.child_to_load(path)
 
 
 class _Held(NewFile):

@@ -192,18 +192,21 @@ class OnDisk:
             budget: rows of old trajectories that are rewritten, unless there are more new ones: a write that rewrites
                 much would delay what is committed meanwhile.
             most_segments: with as many, the smallest are rewritten as one, so that half of them stay.
-            most_steps: that all segments may have, new ones included; as much is rewritten as that takes. None for no
-                limit.
+            most_steps: that all segments on the disk may have, new ones included; as much is rewritten as that takes.
+                None for no limit.
         """
         live = self.live_after(changes)
         dropped = {number for number in self.segments if not live[number]}
         new = int(rows_of(changes.unwritten()[1]).sum())
         budget = max(budget, new)
-        used = sum(live.values())
-        total = sum(segment.steps for number, segment in self.segments.items() if number not in dropped)
+        # What is in an archive stays there as long as one trajectory of it is live.
+        kept = [
+            number for number, each in self.segments.items() if number not in dropped and not each.archive
+        ]
+        used = sum(live[number] for number in kept)
+        total = sum(self.segments[number].steps for number in kept)
         rewritten = 0
         limit = math.inf if most_steps is None else most_steps - new
-        kept = [number for number in self.segments if number not in dropped]
         for number in sorted(kept, key=lambda number: live[number] / self.segments[number].steps):
             if total <= limit and (total <= 2 * used or (rewritten and rewritten + live[number] > budget)):
                 break

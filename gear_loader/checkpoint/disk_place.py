@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from gear_loader.checkpoint.bucket import Bucket
 from gear_loader.checkpoint.changes import OnDisk
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.housekeeping import (
@@ -75,10 +76,13 @@ def open_place(disk: Disk, name: str | None, *, recover: bool = False) -> Place:
         recover: whether a table is to be brought back from it; else it is created if it does not exist.
 
     Raises:
-        CheckpointError: it holds other files, cannot be written, or is in use (`LockedError`).
+        CheckpointError: it holds other files, cannot be written, or is in use (`LockedError`); or the archive's address
+            cannot hold one.
     """
     path = os.fspath(disk.path)
     holder = holder_of(name)
+    if disk.archive is not None:
+        Bucket.at_address(disk.archive, write=True)
     with convert_errors(path):
         directory = open_to_load(path, no_manifest(path)) if recover else Directory.make(path)
         try:

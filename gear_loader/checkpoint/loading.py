@@ -192,12 +192,16 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         inside = None
         if options.disk is not None and tier is not None:
             layout, values = table._engine.region.layout, None
+            (part,) = share.parts
+            # What lies in an archive stays there: a store that fails now does not keep a table from coming back.
+            far = np.isin(
+                share.records["segment"], [each.number for each in part.manifest.segments if each.archive]
+            )
             if table.schema.ragged:
-                (part,) = share.parts
-                first = hottest(layout, share.records, options.disk.keep)
+                first = hottest(layout, share.records, options.disk.keep) & ~far
                 values = np.zeros(len(first), dtype=np.int64)
                 values[first] = _value_bytes(table, directory, part, first)
-            inside = hottest(layout, share.records, options.disk.keep, values)
+            inside = hottest(layout, share.records, options.disk.keep, values) & ~far
         _fill(table, directory, share, inside=inside, progress=options.progress)
         set_parent(table, table._engine.index, share.parent)
     except BaseException:
@@ -381,7 +385,7 @@ def _reads(
         checksums = read_checksums(folder, segment, table.schema)
     return [
         ColumnRead(
-            folder=part.segment(segment),
+            folder=segment.archive or part.segment(segment),
             segment=segment,
             name=name,
             column=column,

@@ -16,6 +16,10 @@ SEGMENTS_NAME = "segments"
 LOCK_NAME = ".gear-loader.lock"
 CHECKSUMS_NAME = "checksums.xxh3"
 INDEX_NAME = re.compile(r"index\.([0-9]{6,12})(?:-([0-9a-f]{16}))?\.(?:records|safetensors)")
+ARCHIVED = re.compile(r"([a-z0-9]+)://.+/segments/([0-9]{6,12})-[0-9a-f]{16}")
+"""The address of a segment in an archive."""
+WRITABLE = ("abfs", "abfss", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "s3", "s3a")
+"""Schemes of stores that replace an object at once. Others, such as SFTP, show a reader half of a manifest."""
 SEGMENT_NAME = re.compile(r"[0-9]{6,12}(?:-[0-9a-f]{16})?")
 PART = ".part"
 """Suffix of an unfinished file or segment."""

@@ -105,8 +105,9 @@ def value_bounds(directory: Directory, read: ColumnRead, ids: Array) -> Array:
     most = read.segment.values[values_of(read.name)]
     find_values(read.ends - read.first, read.places, ids, read.place, most, found)
     if (found < 0).any() or (found[1:, 0] < found[:-1, 1]).any():
+        where = read.segment.archive or directory.at(read.folder)
         raise CheckpointError(
-            f"{directory.at(read.folder)}/{column_file(read.name)} is damaged: its records do not name {most:,} rows "
-            f"of values one after another. {REMEDY}"
+            f"{where}/{column_file(read.name)} is damaged: its records do not name {most:,} rows of values one "
+            f"after another. {REMEDY}"
         )
     return found

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from gear_loader.checkpoint.bucket import folder_to_load
 from gear_loader.checkpoint.directory import REMEDY, Directory, readable
 from gear_loader.checkpoint.names import column_file
 from gear_loader.checkpoint.segments import Segment
@@ -115,7 +116,7 @@ class ColumnRead:
     """Rows of a column's file, and where they go.
 
     Attributes:
-        folder: path of the segment below the loaded directory. segment: it.
+        folder: path of the segment's columns below the loaded directory, or their address. segment: it.
         name: of the column. column: it. checksums: of the file's chunks.
         first, ends: int64 [n], ascending: first row of each wanted trajectory, and the row after its last.
         places: int64 [n], where the blocks of each begin in the list of blocks.
@@ -193,7 +194,7 @@ def _read(directory: Directory, ids: Array, stop: Event, read: ColumnRead, chunk
         CheckpointError: see `read_columns`.
     """
     with (
-        directory.child_to_load(read.folder) as folder,
+        folder_to_load(directory, read.folder) as folder,
         readable(folder.at(column_file(read.name))),
         ColumnFile(
             folder, read.segment, read.name, read.column, read.checksums, os.POSIX_FADV_SEQUENTIAL

@@ -13,6 +13,7 @@ from gear_loader.checkpoint.manifest import previous_of, read_manifest
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.disk import Disk, DiskWriter
 from gear_loader.storage.table import Table
+from gear_loader.utils.addresses import is_of_store
 
 _logger = logging.getLogger("gear_loader")
 
@@ -44,7 +45,7 @@ def _load_newest(kind: type[Table], place: Place, options: LoadOptions) -> Table
         raise
     except CheckpointError as error:
         previous = previous_of(directory)
-        if previous is None or isinstance(error.__cause__, PermissionError):
+        if previous is None or isinstance(error.__cause__, PermissionError) or is_of_store(error):
             raise
         try:
             table = load_version(kind, directory, previous, options)

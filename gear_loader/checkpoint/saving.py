@@ -339,8 +339,10 @@ class Save:
         if most is None or tier is None:
             return
         new, kept = int(rows_of(changes.unwritten()[1]).sum()), self.on_disk.live_after(changes)
-        live = sum(kept.values()) + new
-        segments = self.on_disk.segments
+        segments = {
+            number: each for number, each in self.on_disk.segments.items() if not each.archive
+        }  # on the disk
+        live = sum(kept[number] for number in segments) + new
         needed = max(live, sum(segments[number].steps for number in segments if number not in dropped) + new)
         if needed > most:
             raise DiskFullError(

@@ -18,7 +18,9 @@ from gear_loader.checkpoint.directory import REMEDY, Directory, readable
 from gear_loader.checkpoint.files import write_small
 from gear_loader.checkpoint.json_file import Fields, read_limited
 from gear_loader.checkpoint.names import (
+    ARCHIVED,
     CHECKSUMS_NAME,
+    WRITABLE,
     column_file,
     npy_header,
     numbered,
@@ -31,7 +33,7 @@ from gear_loader.storage.schema import Column, Schema
 MOST_VALUES = 2**44
 """Limit of the rows of a ragged column's values in a segment."""
 _LEAST_CHUNK = 1 << 12
-_LEFT_OUT = ("trajectories", "values", "token")  # of a manifest, where they are empty
+_LEFT_OUT = ("trajectories", "values", "token", "archive")  # of a manifest, where they are empty
 
 
 def stored_columns(schema: Schema) -> dict[str, Column]:
@@ -52,6 +54,8 @@ class Segment:
         xxh128: of the file of checksums. checksums: of each column's file, in a manifest of an earlier version, which
             has no such file.
         token: of the save that wrote it, part of its name in a bucket.
+        archive: address of the prefix that has its columns' files; "" if they are in its directory, where the file of
+            checksums always is.
     """
 
     number: int
@@ -62,6 +66,7 @@ class Segment:
     checksums: Mapping[str, bytes] | None = None
     values: Mapping[str, int] = dataclasses.field(default_factory=dict)
     token: str = ""
+    archive: str = ""
 
     @property
     def name(self) -> str:
@@ -102,7 +107,8 @@ def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
     values = _values(fields, schema) if schema.ragged else {}
     chunk_bytes = fields.integer("chunk_bytes", _LEAST_CHUNK, 2**40)
     token = fields.hexadecimal("token", 16) if "token" in fields.value else ""
-    segment = Segment(number, steps, count, chunk_bytes, values=values, token=token)
+    archive = _archive(fields, number) if "archive" in fields.value else ""
+    segment = Segment(number, steps, count, chunk_bytes, values=values, token=token, archive=archive)
     if "files" not in fields.value:
         return dataclasses.replace(segment, xxh128=fields.hexadecimal("xxh128", 32))
     files = fields.inner("files")
@@ -116,6 +122,15 @@ def parse_segment(fields: Fields, schema: Schema, next_segment: int) -> Segment:
         digits = 16 * -(-record.bytes // segment.chunk_bytes)
         checksums[name] = bytes.fromhex(files.inner(name).hexadecimal("chunks", digits))
     return dataclasses.replace(segment, checksums=checksums)
+
+
+def _archive(fields: Fields, number: int) -> str:
+    """The address of a segment in an archive."""
+    address = fields.get("archive")
+    parts = ARCHIVED.fullmatch(address) if isinstance(address, str) else None
+    if parts is None or parts[1] not in WRITABLE or int(parts[2]) != number:
+        raise fields.wrong("archive", address, f"the address of segment {number} in an object store")
+    return str(address)
 
 
 def _values(fields: Fields, schema: Schema) -> dict[str, int]:
@@ -170,6 +185,9 @@ def write_checksums(folder: Directory, checksums: Mapping[str, bytes]) -> str:
 def check_files(directory: Directory, segment: Segment, schema: Schema, *, checksums: bool = True) -> None:
     """Check that the files of a segment, or links to them, exist, and their sizes and checksums' file.
 
+    Of a segment in an archive it checks the file of checksums alone: the sizes of objects were confirmed when they were
+    written, and what is read of them is compared.
+
     Args:
         directory: of the checkpoint. checksums: whether their file is read.
 
@@ -177,7 +195,7 @@ def check_files(directory: Directory, segment: Segment, schema: Schema, *, check
         CheckpointError: a file is missing or has another size, or the file of checksums is damaged.
     """
     with directory.child_to_load(segment.folder) as folder:
-        columns = stored_columns(schema)
+        columns = {} if segment.archive else stored_columns(schema)
         sizes = folder.sizes([column_file(name) for name in columns])
         for (name, column), size in zip(columns.items(), sizes, strict=True):
             path, expected = folder.at(column_file(name)), segment.bytes(name, column)

@@ -17,6 +17,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from gear_loader.checkpoint.changes import OnDisk
 from gear_loader.checkpoint.returning_values import ReturningValues
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import StaleIndexError
@@ -116,6 +117,8 @@ class Spiller:
         self._arrays = index.arrays
         self._late = late
         self._next = 0.0  # time of the next exchange
+        self.archived: Array = np.empty(0, dtype=np.int64)
+        """Numbers of segments in an archive, from where nothing comes back: no write waits for a store."""
 
     @property
     def _keep(self) -> Keep:
@@ -129,6 +132,18 @@ class Spiller:
             self._arrays.tier_priority[slots], generations[slots], self._arrays.priority[slots]
         )
         return coldness(self._keep, sequences[slots], priorities)
+
+    def coldest(self, on_disk: OnDisk) -> list[int]:
+        """Numbers of segments that have live trajectories, the coldest first, by the mean of their rows."""
+        sequences, generations = self._arrays.sequence.copy(), self._arrays.generation.copy()
+        slots = np.flatnonzero(on_disk.records["sequence"] >= 0)
+        slots = slots[self._coldness(slots, sequences, generations)]
+        records = on_disk.records[slots]
+        numbers, inverse = np.unique(records["segment"], return_inverse=True)
+        rows = rows_of(records)
+        ranks = np.bincount(inverse, rows * np.arange(len(slots)), len(numbers))
+        order = np.argsort(ranks / np.maximum(1, np.bincount(inverse, rows, len(numbers))), kind="stable")
+        return list(numbers[order].tolist())
 
     def announce(self, present: bool) -> None:
         """Tell writers of all processes whether this process spills."""
@@ -229,6 +244,8 @@ class Spiller:
         generations, sequences = arrays.generation.copy(), arrays.sequence.copy()
         slots = np.flatnonzero(arrays.state == READY)
         slots = slots[are_current(arrays, slots)]
+        far = np.isin(copies_of(arrays, slots)["segment"], self.archived) & (arrays.extent[slots, 1] < 0)
+        slots = slots[~far]
         order = self._coldness(slots, sequences, generations)
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from gear_loader.checkpoint.archive_reads import ArchivedFile, ArchiveReads, DamagedObjectError, started_pool
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, values_of
@@ -102,7 +103,7 @@ class _Opened:
 
     segment: Segment
     checksums: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    files: dict[str, _File] = dataclasses.field(default_factory=dict)
+    files: dict[str, _File | ArchivedFile] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ class _Reads:
     """
 
     pieces: Array
-    files: list[_File | None]
+    files: list[_File | ArchivedFile | None]
 
     def read_cached(self) -> Array:
         """Make the reads that wait for no disk; return the positions of the others, int64 [m]."""
@@ -131,7 +132,7 @@ class _Reads:
         failed: dict[int, Exception] = {}
         for begin, size, address, position, of in pieces[~done][:, _OF_A_READ].tolist():
             file = self.files[of]
-            assert file is not None
+            assert isinstance(file, _File)
             try:
                 view = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
                 file.read_verified(view, begin)
@@ -210,6 +211,7 @@ class FileReader:
         self._segments: dict[int, _Opened] = {}
         self._next_look = 0.0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._archives = ArchiveReads()
         engine = self._engine()
         self._counts = _Counts(self._path, "" if engine is None or engine.name is None else engine.name)
 
@@ -290,8 +292,10 @@ class FileReader:
         for _ in range(_ATTEMPTS):
             try:
                 reads, failed = self._plan(places, first, counts, outs, missing_ok=same)
+                failed.update(self._run_archived(reads, slots, missing_ok=same))
                 break
             except FileNotFoundError:
+                self._next_look = 0.0  # another manifest may say that it is in an archive
                 before, places = places, look_up()
                 same = bool((before == places).all())
         else:
@@ -391,7 +395,7 @@ class FileReader:
                 "be able to read them."
             ) from error
 
-    def _file(self, opened: _Opened, name: str) -> _File:
+    def _file(self, opened: _Opened, name: str) -> _File | ArchivedFile:
         """The open file of a column. The caller holds the mutex."""
         if name not in opened.files:
             segment = opened.segment
@@ -399,7 +403,11 @@ class FileReader:
                 if not opened.checksums:
                     opened.checksums.update(read_checksums(folder, segment, self._schema))
                 column, checksums = self._columns[name], opened.checksums[name]
-                opened.files[name] = _File(folder, segment, name, column, checksums)
+                opened.files[name] = (
+                    self._archives.file(segment, name, column, checksums)
+                    if segment.archive
+                    else _File(folder, segment, name, column, checksums)
+                )
             if (
                 name in self._schema.ragged
             ):  # what its records name can be read as long as the segment is open
@@ -424,13 +432,13 @@ class FileReader:
             FileNotFoundError: a file does not exist. CheckpointError: files cannot be opened.
         """
         numbers, inverse = np.unique(places[:, 0], return_inverse=True)
-        files: list[_File | None] = []
+        files: list[_File | ArchivedFile | None] = []
         errors: list[Exception | None] = []
         with self._mutex:
             opened = self._opened(numbers)
             for number in numbers.tolist():
                 for name in outs:
-                    found: _File | None = None
+                    found: _File | ArchivedFile | None = None
                     problem: Exception | None = None
                     try:
                         if number not in opened:
@@ -478,8 +486,34 @@ class FileReader:
 
     # ---------------------------------------------------------------- reading
 
+    def _run_archived(self, reads: _Reads, slots: Array, *, missing_ok: bool) -> dict[int, Exception]:
+        """Make the reads from archives; return errors of damaged objects by position in the request.
+
+        Raises:
+            FileNotFoundError: there is no such object, unless `missing_ok`. CheckpointError: one cannot be read.
+        """
+        pieces = reads.pieces[reads.pieces[:, FD] < 0]
+        if not len(pieces):
+            return {}
+        failed: dict[int, Exception] = {}
+        for i, error in self._archives.read(pieces, pieces[:, _OF], reads.files).items():
+            position = int(pieces[i, _POSITION])
+            if isinstance(error, DamagedObjectError):
+                failed[position] = error
+            elif isinstance(error, FileNotFoundError) and not missing_ok:
+                raise error
+            else:
+                what = "there is no such object" if isinstance(error, FileNotFoundError) else str(error)
+                where = f"{error.filename}: " if isinstance(error, FileNotFoundError) else ""
+                raise CheckpointError(
+                    f"Trajectory {self._id_of(slots[position])} cannot be read: {where}{what}. It lies there only, and "
+                    "stays in the table."
+                ) from error
+        return failed
+
     def _run(self, reads: _Reads) -> dict[int, Exception]:
-        """Make the reads; return errors by position in the request."""
+        """Make the reads of local files; return errors by position in the request."""
+        reads = dataclasses.replace(reads, pieces=reads.pieces[reads.pieces[:, FD] >= 0])
         few = reads.pieces[:, BYTES].sum() <= CACHED_BYTES
         which = reads.read_cached() if few else np.arange(len(reads.pieces))
         if len(which) < 2:
@@ -501,23 +535,20 @@ class FileReader:
         """Start all threads: what interrupts a later start of one may leave it waiting for ever."""
         with self._mutex:
             if self._pool is None:
-                pool = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="gear-loader-tier")
-                gate = threading.Event()
-                for _ in range(THREADS):
-                    pool.submit(gate.wait)
-                gate.set()
-                self._pool = pool
+                self._pool = started_pool(THREADS, "gear-loader-tier")
 
-    def _lost(self, failed: Mapping[int, Exception], slots: Array, generations: Array) -> LostRowsError:
+    def _id_of(self, slot: int) -> int:
         engine = self._engine()
         assert engine is not None
+        return int(ids_of(engine.index.arrays.view, np.array([slot]))[0])
+
+    def _lost(self, failed: Mapping[int, Exception], slots: Array, generations: Array) -> LostRowsError:
         which = np.array(sorted(failed), dtype=np.int64)
         some = which[
             np.unique(slots[which], return_index=True)[1]
         ]  # of one trajectory several values may be lost
-        trajectory = int(ids_of(engine.index.arrays.view, slots[which[:1]])[0])
         return LostRowsError(
-            f"Trajectory {trajectory} cannot be read: {failed[int(which[0])]}",
+            f"Trajectory {self._id_of(slots[which[0]])} cannot be read: {failed[int(which[0])]}",
             slots[some],
             generations[some],
         )

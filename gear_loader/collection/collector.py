@@ -97,7 +97,7 @@ class TableSource:
         others = {name: each for name, each in mover.ragged.items() if name not in grouped}
         records_alone = not grouped and only_records(self.only, others)
         shown = buffers.some(count, others) if records_alone else buffers.rows(count)
-        where = {"pinned": mover.pinned, "device": mover.decodes_on}
+        where: dict[str, Any] = {"pinned": mover.pinned, "device": mover.decodes_on}
         buffers.ragged = read_ragged(self.only, others, shown, **where)
         if grouped:
             leaders = torch.from_numpy(buffers.leaders)

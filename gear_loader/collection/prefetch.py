@@ -505,12 +505,12 @@ class Prefetcher:
             undo: releases `ticket` and uncounts the draw.
             ticket: read ticket of the batch.
         """
-        stream = self._stream if self._releaser is not None else None
-        if (
-            stream is not None and failure_of(stream.synchronize) is not None
-        ):  # a failed GPU may still be reading
-            keep_reserved(buffers, ticket)
-            return
+        if self._stream is not None and self._releaser is not None:
+            with beside_captures(self.collector.device):
+                failure = failure_of(self._stream.synchronize)
+            if failure is not None:  # a failed GPU may still be reading
+                keep_reserved(buffers, ticket)
+                return
         undo()
 
     @property

@@ -192,6 +192,8 @@ class GlobalSelection(Selection):
         self._begin()
         summaries = self._batches.known_summaries()
         drawn, weigh = self._restored(draw) or self._drawn(draw, frozen, summaries)
+        for shard, sampler in self.samplers.own.items():
+            sampler.table._engine.reader().count_drawn(int((drawn.shards == shard).sum()))
         own = self._batches.own_rows
         shards, records = drawn.shards[own], drawn.records[np.searchsorted(drawn.rows, own)]
         weights = None

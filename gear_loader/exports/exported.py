@@ -56,14 +56,10 @@ def chosen_columns(table: Table, columns: Columns, *, video: bool = False) -> di
     return chosen
 
 
-def images_of(table: Table, chosen: Mapping[str, str], *, video: bool = False) -> frozenset[str]:
-    """The columns of encoded images, and of `video`, that are written as they are, by their names there; none of a
-    table with a disk tier, which decodes them."""
-    if table._engine.has_tier:
-        return frozenset()
-    kinds = (*CHANNELS, "video") if video else CHANNELS
+def images_of(table: Table, chosen: Mapping[str, str]) -> frozenset[str]:
+    """The columns of encoded images, which are written as they are, by their names there."""
     codecs = {role: table.schema[name].codec for role, name in chosen.items()}
-    return frozenset(role for role, codec in codecs.items() if codec is not None and codec.name in kinds)
+    return frozenset(role for role, codec in codecs.items() if codec is not None and codec.name in CHANNELS)
 
 
 def most_bytes(name: str, given: int | str) -> int:

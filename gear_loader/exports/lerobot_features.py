@@ -94,13 +94,11 @@ COUNTED = {
 """The features that LeRobot adds to those of a user."""
 
 
-def features_of(
-    columns: Mapping[str, Column], kept: Collection[str], videos: Any, task: str | None
-) -> dict[str, WrittenFeature]:
+def features_of(columns: Mapping[str, Column], videos: Any, task: str | None) -> dict[str, WrittenFeature]:
     """The features of a table's columns, by their names there, but for `TASK`, and then `COUNTED`.
 
     Args:
-        kept: columns whose images or frames come encoded. videos, task: as of `write_lerobot`.
+        videos, task: as of `write_lerobot`.
 
     Raises:
         SchemaError: as `write_lerobot`.
@@ -121,7 +119,7 @@ def features_of(
     found: dict[str, WrittenFeature] = {}
     for name, column in columns.items():
         if name != TASK:
-            found[name] = _feature(name, column, name in kept, name in videos)
+            found[name] = _feature(name, column, video=name in videos)
         elif column.ragged is None or column.ragged.kind != "str":
             raise SchemaError(
                 f"The column {TASK!r} is {column}; expected text, Column(str): LeRobot's task. Give it another name: "
@@ -130,7 +128,7 @@ def features_of(
     return {**found, **COUNTED}
 
 
-def _feature(name: str, column: Column, kept: bool, video: bool) -> WrittenFeature:
+def _feature(name: str, column: Column, *, video: bool) -> WrittenFeature:
     ragged = column.ragged
     if ragged is not None and ragged.kind == "str" and not video:
         return WrittenFeature("string", once=column.trajectory)
@@ -147,11 +145,11 @@ def _feature(name: str, column: Column, kept: bool, video: bool) -> WrittenFeatu
     if video and not camera:
         raise SchemaError(f"videos= names {name!r}, which is {column}; expected images, uint8 [h, w, 3].")
     if camera and coded is not None and coded.codec.name == "video":
-        return WrittenFeature("video", sizes, coded=coded, kept=kept)
+        return WrittenFeature("video", sizes, coded=coded, kept=True)
     if camera and video:
         return WrittenFeature("video", sizes, column.trajectory, Coded(Codec("video"), dtype, sizes), False)
     if camera:
-        encoded = kept and coded is not None and coded.codec.name in CHANNELS
+        encoded = coded is not None and coded.codec.name in CHANNELS
         made = coded if encoded else Coded(Codec("png"), dtype, sizes)
         return WrittenFeature("image", sizes, column.trajectory, made, encoded)
     if 0 in sizes or len(sizes) > _MOST_DIMENSIONS:

@@ -24,7 +24,6 @@ from gear_loader.exports.exported import (
     Trajectory,
     chosen_columns,
     compression_of,
-    images_of,
     most_bytes,
     new_place,
     trajectories,
@@ -72,8 +71,6 @@ def write_lerobot(
     - Those that are encoded go into Parquet as they are; others as PNG, without loss.
     - Those named in `videos` are encoded as ``Codec("video")`` does, H.264, which loses quality.
 
-    A table with a disk tier gives images and frames decoded: they are encoded anew, as PNG, and as ``Codec("video")``.
-
     Statistics, of each episode and of all steps, are LeRobot's: quantiles of all steps are means of those of episodes,
     and images are decoded for them, of an episode as many as LeRobot takes (all of up to 100).
 
@@ -105,7 +102,7 @@ def write_lerobot(
     sizes = most_bytes("file_bytes", file_bytes), most_bytes("video_bytes", video_bytes)
     compression, chosen = compression_of(compression), chosen_columns(table, columns, video=True)
     schema = {role: table.schema[name] for role, name in chosen.items()}
-    features = features_of(schema, images_of(table, chosen, video=True), videos, task)
+    features = features_of(schema, videos, task)
     kept = frozenset(role for role, each in features.items() if each.kept)
     with new_place(place) as partial, _DataSet(partial, features, fps, sizes, compression) as data:
         for each in trajectories(table, chosen, encoded=kept):

@@ -18,8 +18,9 @@ from gear_loader.storage.table import Table
 def write_npz(table: Table, place: str, *, columns: Columns = None, compressed: bool = False) -> str:
     """Write a folder with a file ``00000000.npz`` for each trajectory, oldest first.
 
-    An array of a step's column is ``[T, *shape]``, of one per trajectory ``[*shape]``. bfloat16 becomes float32. The
-    value after the last step of a column with ``final=True`` is ``next_<column>``, ``[*shape]``.
+    An array of a step's column is ``[T, *shape]``, of one per trajectory ``[*shape]``. bfloat16 becomes float32. Of a
+    column with ``final=True`` ``next_<column>``, ``[T, *shape]``, is what follows each step, if the trajectory was
+    added with its final step.
 
     Args:
         compressed: with deflate.
@@ -45,7 +46,8 @@ def write_npz(table: Table, place: str, *, columns: Columns = None, compressed: 
         os.mkdir(partial)
         for number, each in enumerate(trajectories(table, chosen, encoded=())):
             arrays = {role: _array(role, value) for role, value in each.values.items()}
-            arrays |= {NEXT + role: _array(role, value) for role, value in each.final.items()}
+            for role, value in each.final.items():
+                arrays[NEXT + role] = _array(role, torch.cat([each.values[role][1:], value[None]]))
             # Not by numpy.savez, which has parameters of its own among the names.
             with zipfile.ZipFile(os.path.join(partial, f"{number:08d}.npz"), "w", method) as file:
                 for name, array in arrays.items():

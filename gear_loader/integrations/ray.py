@@ -40,7 +40,7 @@ try:
     import ray
     import ray.exceptions
     import ray.util
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise ImportError(
         f"gear_loader.integrations.ray needs Ray, which cannot be imported ({error}). "
@@ -65,9 +65,9 @@ class Replay:
     If the actor dies, Ray restarts it, and it continues with the same table: the table is in the shared memory of the
     node, not of the process. Workers ask it for its new address. If the node is lost, Ray restarts the actor on another
     one. With ``disk=gear_loader.Disk(path)`` of a file system that both nodes have, the table comes back with what was
-    written, which is all that was committed until `Disk.sync_seconds` before, and a restarted job goes on with it, too;
-    without, it is empty, and the actor logs a warning. The actor reserves no CPU in Ray; a separate server process
-    answers workers on other nodes.
+    written, which is all that was committed until `Disk.sync_seconds` before, and a restarted job goes on with it;
+    without, it is empty, and the actor logs a warning. The actor reserves 0.001 CPU in Ray until the job
+    ends; a separate server process answers workers on other nodes.
 
     The actor's handle has `stats`, `where` and `close` as remote methods; ``ray.get(replay.close.remote())`` removes
     the table, not its disk, and ``ray.kill(replay)`` ends the actor. Without `close` the table is removed with the
@@ -78,8 +78,9 @@ class Replay:
     @staticmethod
     def options(**options: Any) -> _Options:
         """Options of the actor, as for any Ray actor's ``options``: ``name``, ``namespace``, ``lifetime``,
-        ``scheduling_strategy``, ``get_if_exists`` and so on. Workers look for the ``name``. By default the actor is on
-        the caller's node as long as this exists: restarted on another one it would find no memory of its table."""
+        ``scheduling_strategy``, ``get_if_exists`` and so on. Workers look for the ``name``. By default the actor has a
+        placement group of its own, so that Ray restarts it on the same node while this exists: the table's memory is
+        there. A strategy in its place should do so, too."""
         return _Options(options)
 
     @staticmethod
@@ -110,8 +111,10 @@ class _Options:
             PeerTimeoutError: Ray did not start the actor in time. GearError: the actor failed; the message says why.
         """
         checked = _checked(schema, options)
-        here = ray.get_runtime_context().get_node_id()
-        actor = _started({"scheduling_strategy": _on(here)} | self._options, checked, options, timeout)
+        chosen = dict(self._options)
+        if "scheduling_strategy" not in chosen:
+            chosen["scheduling_strategy"] = _bundle(_group(1, chosen.get("lifetime"), timeout), 0)
+        actor = _started(chosen, checked, options, timeout)
         _await([actor], timeout)
         return actor
 
@@ -120,14 +123,15 @@ class ReplayShards:
     """Named Ray actors that own a shard each, a table as that of a `Replay`, on the nodes of a Ray cluster.
 
     ``gear_loader.connect("ray://<name>")`` finds all of them and returns a `gear_loader.transport.RemoteShards`, and
-    ``ray://<name>-0-of-4`` finds one. A shard stays on its node as long as this exists; what happens if the actor or
-    the node dies is written in `Replay`.
+    ``ray://<name>-0-of-4`` finds one. A placement group keeps each shard on its node as long as this exists; what
+    happens if the actor or the node dies is written in `Replay`.
 
     Args:
         schema, options: as for `Replay`; the sizes are of each shard. Of a `disk` each shard has a folder.
         name, namespace, lifetime: of the actors, as for any Ray actor; ``"detached"`` ones outlive the job.
         num_shards: number of shards, or with ``placement="node"`` that of each node.
-        placement: ``"SPREAD"``: nodes take turns. ``"node"``: every node that there is now gets as many.
+        placement: ``"SPREAD"``: Ray deals the shards to different nodes, as far as there are enough. ``"node"``: every
+            node that there is now, and has a CPU for Ray, gets as many.
         timeout: seconds to wait for the actors.
 
     Attributes:
@@ -152,10 +156,12 @@ class ReplayShards:
         at_least("num_shards", num_shards)
         one_of("placement", placement, ("SPREAD", "node"))
         checked = _checked(schema, options)
-        nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-        count = num_shards * (len(nodes) if placement == "node" else 1)
+        nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
+        bundles = nodes if placement == "node" else num_shards
+        count = num_shards * bundles if placement == "node" else num_shards
         self.name = name
         self.shards: list[Any] = []
+        self._group = _group(bundles, lifetime, timeout)
         try:
             for number in range(count):
                 each = dict(options)
@@ -163,13 +169,21 @@ class ReplayShards:
                     path = os.path.join(disk.path, f"shard-{number}-of-{count}")
                     each["disk"] = dataclasses.replace(disk, path=path)
                 actor = {"name": f"{name}-{number}-of-{count}", "namespace": namespace, "lifetime": lifetime}
-                actor |= {"scheduling_strategy": _on(nodes[number % len(nodes)])}
+                actor |= {"scheduling_strategy": self._bundle_of(number)}
                 self.shards.append(_started(actor, checked, each, timeout))
             _await(self.shards, timeout)
         except BaseException:
-            for shard in self.shards:
-                ray.kill(shard)
+            self._end()
             raise
+
+    def _bundle_of(self, number: int) -> Any:
+        """Where a shard is."""
+        return _bundle(self._group, number % self._group.bundle_count)
+
+    def _end(self) -> None:
+        for shard in self.shards:
+            ray.kill(shard)
+        ray.util.remove_placement_group(self._group)
 
     def export(self, folder: str | os.PathLike[str], **options: Any) -> list[str]:
         """Write each shard as a Parquet file ``<shard>.parquet``, on the shards' nodes, as `Table.export` with these
@@ -187,10 +201,10 @@ class ReplayShards:
         root = os.path.abspath(os.fspath(folder))
         os.makedirs(root, exist_ok=True)
         places = [_ask(shard, "where", _START) for shard in self.shards]
-        paths = [os.path.join(root, f"{where['name']}.parquet") for where in places]
+        paths = [os.path.join(root, f"{place['name']}.parquet") for place in places]
         tasks = [
-            _EXPORT.options(scheduling_strategy=_on(where["node"])).remote(where["name"], path, options)
-            for where, path in zip(places, paths, strict=True)
+            _EXPORT.options(scheduling_strategy=self._bundle_of(number)).remote(place["name"], path, options)
+            for number, (place, path) in enumerate(zip(places, paths, strict=True))
         ]
         try:
             ray.get(tasks)
@@ -201,8 +215,7 @@ class ReplayShards:
     def close(self) -> None:
         """Remove the tables, not their disks, and end the actors."""
         ray.get([shard.close.remote() for shard in self.shards])
-        for shard in self.shards:
-            ray.kill(shard)
+        self._end()
 
     def __enter__(self) -> ReplayShards:
         return self
@@ -237,9 +250,18 @@ def _export(name: str, path: str, options: dict[str, Any]) -> None:
 _EXPORT: Any = ray.remote(num_cpus=0)(_export)
 
 
-def _on(node: str) -> Any:
-    """On this node as long as it exists."""
-    return NodeAffinitySchedulingStrategy(node, soft=True)
+def _group(bundles: int, lifetime: Any, timeout: float) -> Any:
+    """A placement group. An actor in a bundle is restarted where the bundle is, which moves only if its node is lost;
+    outside of one Ray restarts an actor that reserves nothing anywhere, whatever its strategy."""
+    group = ray.util.placement_group([{"CPU": 0.001}] * bundles, strategy="SPREAD", lifetime=lifetime)
+    if not group.wait(timeout):
+        ray.util.remove_placement_group(group)
+        raise PeerTimeoutError(f"Ray has had no room for {bundles} x 0.001 CPU for {timeout:g} s.")
+    return group
+
+
+def _bundle(group: Any, number: int) -> Any:
+    return PlacementGroupSchedulingStrategy(group, number)
 
 
 def _started(actor: dict[str, Any], schema: Any, options: dict[str, Any], timeout: float) -> Any:

@@ -89,10 +89,7 @@ def page(table: Table, found: Summary, episodes: Sequence[int]) -> str:
                     "name": each.name,
                     "kind": each.kind,
                     "per": each.per,
-                    "low": number(each.low),
-                    "mean": number(each.mean),
-                    "high": number(each.high),
-                    "deviation": number(each.deviation),
+                    **dict(zip(("low", "mean", "high", "deviation"), map(number, each.ranges), strict=True)),
                     "note": note(each),
                 }
                 for each in found.columns

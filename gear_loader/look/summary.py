@@ -17,6 +17,7 @@ from gear_loader.sources.named import load_dataset
 from gear_loader.storage import shared_memory
 from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.schema import Column
+from gear_loader.storage.statistics import Moments
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.formatting import size
@@ -32,8 +33,7 @@ class ColumnSummary:
 
     Attributes:
         kind: dtype and shape of a value. per: "step", "trajectory" or "group". count: values.
-        low, high, mean, deviation: over all elements of numbers; over lengths of ragged values and text. None without
-            any. measured: "values" or "lengths". nonfinite: elements that are NaN or infinite, which are left out.
+        measured: "values" or "lengths". nonfinite: elements that are NaN or infinite, which are left out.
         example: the first text or object.
     """
 
@@ -41,34 +41,28 @@ class ColumnSummary:
     kind: str
     per: str
     count: int = 0
-    low: float | None = None
-    high: float | None = None
-    mean: float | None = None
-    deviation: float | None = None
     nonfinite: int = 0
     measured: str = "values"
     example: str = ""
 
     def take(self, numbers: Array) -> None:
-        """Add elements to low, high, mean and deviation (Chan et al., 1983)."""
+        """Add elements of numbers, or lengths of ragged values and text."""
         finite = numbers[np.isfinite(numbers)] if numbers.dtype.kind == "f" else numbers
         self.nonfinite += numbers.size - finite.size
         if not finite.size:
             return
-        values = finite.astype(np.float64)
-        low, high, mean = float(values.min()), float(values.max()), float(values.mean())
-        spread = float(((values - mean) ** 2).sum())
-        before, added = self._elements, values.size
-        apart = mean - (self.mean or 0.0)
-        self._spread += spread + (apart * apart * before * added / (before + added) if before else 0.0)
-        self._elements += added
-        self.mean = mean if not before else (self.mean or 0.0) + apart * added / self._elements
-        self.low = low if self.low is None else min(self.low, low)
-        self.high = high if self.high is None else max(self.high, high)
-        self.deviation = math.sqrt(self._spread / self._elements)
+        self._moments.add(finite.astype(np.float64).reshape(-1, 1))
+
+    @property
+    def ranges(self) -> tuple[float | None, float | None, float | None, float | None]:
+        """Minimum, mean, maximum and standard deviation of what was taken; None without any."""
+        found = self._moments
+        if not found.count:
+            return None, None, None, None
+        return float(found.min[0]), float(found.mean[0]), float(found.max[0]), float(found.std[0])
 
     def __post_init__(self) -> None:
-        self._elements, self._spread = 0, 0.0
+        self._moments = Moments(1)
 
 
 @dataclasses.dataclass
@@ -206,8 +200,7 @@ def print_summary(found: Summary) -> None:
         right = title in ("MIN", "MEAN", "MAX", "DEVIATION")
         grid.add_column(title, justify="right" if right else "left", overflow="fold")
     for each in found.columns:
-        numbers = [number(value) for value in (each.low, each.mean, each.high, each.deviation)]
-        cells = (each.name, each.kind, each.per, *numbers, note(each))
+        cells = (each.name, each.kind, each.per, *map(number, each.ranges), note(each))
         grid.add_row(*(Text(printable(cell, _MOST_TEXT)) for cell in cells))
     console.print(grid)
 

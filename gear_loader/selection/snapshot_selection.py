@@ -97,8 +97,12 @@ class SnapshotSelection(Selection):
 
     def queue(self, draw: Draw, batch: QueuedBatch, ticket: Ticket) -> bool:
         reader = self.context.table._engine.reader()
-        found = self._inline(draw, batch.count) if reader.queues_inline else None
-        if found is None or isinstance(batch, QueuedDraw):
+        if not reader.queues_inline or isinstance(batch, QueuedDraw):
+            return False
+        if self._draws_uniformly and reader.known() is None:
+            reader.snapshot()  # the table has changed
+        found = self._inline(draw, batch.count)
+        if found is None:
             return False
         places, counter, since, samples = found
         blocks = reader.arrays.block_steps, reader.arrays.num_blocks

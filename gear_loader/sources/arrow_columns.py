@@ -273,10 +273,13 @@ class Scan:
             return Column({"str": str, "bytes": bytes, "object": object}[leaf.kind])
         if leaf.kind == "image":
             channels = {size[2] for size in self._sizes}
-            if len(self._formats) != 1 or "" in self._formats or len(channels) != 1:
+            name = next(iter(self._formats)) if len(self._formats) == 1 else ""
+            # Decoders of jpeg and webp give gray and opaque images the channels of the others.
+            if not name or not channels or (len(channels) > 1 and name == "png"):
                 return Column(bytes)
-            even = next(iter(self._sizes)) if len(self._sizes) == 1 else (None, None, *channels)
-            return Column(torch.uint8, even, codec=next(iter(self._formats)))
+            sizes = {size[:2] for size in self._sizes}
+            extents = next(iter(sizes)) if len(sizes) == 1 else (None, None)
+            return Column(torch.uint8, (*extents, max(channels)), codec=name)
         dtype = plan_dtype(leaf.name, _numpy_dtype(leaf.item), what, keep_float64=keep_float64)
         shape = self.fixed_shape()
         if shape is None:
@@ -320,7 +323,7 @@ def _listed(array: Any) -> list[Any]:
 
 def _image_size(name: str, blob: memoryview) -> tuple[int, ...] | None:
     """Height, width and channels of an encoded image; None if its codec does not read it as it is."""
-    for channels in CHANNELS[name][::-1]:
+    for channels in CHANNELS[name]:
         try:
             coded = Coded(Codec.of(name), "uint8", (None, None, channels))
             size = coder_of(coded).shape(blob)

@@ -9,7 +9,7 @@ from typing import Any
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import describe
-from gear_loader.sources.source_files import files_of, open_source
+from gear_loader.sources.source_files import files_of
 from gear_loader.utils.paths import is_address
 
 READ_BYTES = 32 * 2**20
@@ -125,16 +125,26 @@ class FileRows(Rows):
 def parquet_rows(pattern: Any) -> Rows:
     """Rows of Parquet files."""
     parquet = require("pyarrow.parquet", _PURPOSE)
+    files = files_of(pattern, (".parquet", ".pq"))
 
-    def texts(path: str) -> list[str]:
-        with open_source(path) as source, parquet.ParquetFile(source) as file:
-            schema = file.schema
+    def look(path: str, columns: Sequence[str]) -> tuple[list[str], bool]:
+        """Columns of text and bytes; whether these columns are most of the file."""
+        with files.open(path, whole=False) as source, parquet.ParquetFile(source) as file:
+            schema, sizes = file.schema, {True: 0, False: 0}
             each = [schema.column(i) for i in range(len(schema))]
-            return [leaf.path for leaf in each if leaf.physical_type == "BYTE_ARRAY"]
+            for i, leaf in enumerate(each if file.metadata.num_row_groups else ()):
+                size = file.metadata.row_group(0).column(i).total_compressed_size
+                sizes[leaf.path.split(".")[0] in columns] += size
+            texts = [leaf.path for leaf in each if leaf.physical_type == "BYTE_ARRAY"]
+            return texts, sizes[True] >= sizes[False]
 
     def read(path: str, first: int, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         # An entry of a dictionary may be large, and often repeated: it stays one.
-        with open_source(path) as source, parquet.ParquetFile(source, read_dictionary=texts(path)) as file:
+        texts, most = look(path, columns)
+        with (
+            files.open(path, whole=most) as source,
+            parquet.ParquetFile(source, read_dictionary=texts) as file,
+        ):
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             row = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
             size = max(1, min(_MOST_ROWS, int(READ_BYTES / max(row, 1.0))))
@@ -144,19 +154,20 @@ def parquet_rows(pattern: Any) -> Rows:
                     yield number, batch
 
     def schema(path: str) -> tuple[Any, int]:
-        with open_source(path) as source, parquet.ParquetFile(source) as file:
+        with files.open(path, whole=False) as source, parquet.ParquetFile(source) as file:
             return file.schema_arrow, file.metadata.num_row_groups
 
-    return FileRows(files_of(pattern, (".parquet", ".pq")), schema, read)
+    return FileRows(files, schema, read)
 
 
 def arrow_rows(pattern: Any) -> Rows:
     """Rows of files of Arrow's IPC format (Feather), of either kind: with an index, or a stream."""
     pa = require("pyarrow", _PURPOSE)
     ipc = require("pyarrow.ipc", _PURPOSE)
+    files = files_of(pattern, (".arrow", ".feather", ".ipc"))
 
     def opened(path: str, stack: contextlib.ExitStack, columns: Sequence[str] | None) -> Any:
-        source = open_source(path) if is_address(path) else None
+        source = files.open(path, whole=columns is not None) if is_address(path) else None
         memory = stack.enter_context(
             pa.memory_map(path) if source is None else pa.PythonFile(source, mode="r")
         )
@@ -187,7 +198,7 @@ def arrow_rows(pattern: Any) -> Rows:
         with contextlib.ExitStack() as stack:
             return opened(path, stack, None).schema, 1
 
-    return FileRows(files_of(pattern, (".arrow", ".feather", ".ipc")), schema, read)
+    return FileRows(files, schema, read)
 
 
 def _cut(batch: Any) -> Iterator[Any]:
@@ -232,6 +243,7 @@ class DatasetRows(Rows):
         size = min(16 if images else 1024, _PART_ROWS)
         for table in _watched(self.source, arrow.iter(batch_size=size)):
             with readable(self.source):
+                table.validate(full=True)  # its files are mapped, and may be damaged
                 table = embed(table) if images else table
                 for batch in table.combine_chunks().to_batches():
                     for piece in _cut(batch):

@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
-from gear_loader.sources.arrow_episodes import EpisodeRows, StepRows
+from gear_loader.sources.arrow_episode_rows import EpisodeRows
+from gear_loader.sources.arrow_episodes import StepRows
 from gear_loader.sources.arrow_rows import DatasetRows, Rows, arrow_rows, object_rows, parquet_rows, readable
 from gear_loader.sources.episodes import Columns, EpisodeReader, listing
 from gear_loader.utils.arrays import shown

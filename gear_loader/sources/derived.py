@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
-from gear_loader.errors import SourceError
+from gear_loader.errors import CodecError, SourceError
 from gear_loader.sources.episodes import Episode, EpisodeReader
 from gear_loader.sources.fitting import final_of
+from gear_loader.storage.codecs import CHANNELS, Coded
+from gear_loader.storage.coders import video_of
+from gear_loader.storage.decoding import Group, decoded, decoded_frames
+from gear_loader.storage.schema import Column
 from gear_loader.utils.progress import progress_bar
 
 
@@ -35,6 +41,33 @@ class Renamed(EpisodeReader):
                 {name: episode[column] for name, column in self._chosen.items()},
                 {name: final[column] for name, column in self._chosen.items() if column in final},
             )
+
+
+class Following(EpisodeReader):
+    """Takes the values after the last step from what follows each step in another reader: the columns
+    ``next_<column>`` and ``next.<column>``, which are left out."""
+
+    def __init__(self, reader: EpisodeReader) -> None:
+        schema, given = reader.schema, dict[str, str]()
+        for name in schema:
+            for following in (f"next_{name}", f"next.{name}"):
+                if not schema[name].trajectory and schema.get(following) == schema[name]:
+                    given.setdefault(name, following)
+        taken = {name: column for name, column in schema.items() if name not in given.values()}
+        ragged = any(column.ragged is not None for column in taken.values())
+        self._reader, self._following = reader, {} if ragged else given
+        super().__init__(
+            reader.source, reader.lengths, schema if ragged else taken, self._following, reader.payload
+        )
+        self.starts = reader.starts
+
+    def __iter__(self) -> Iterator[Episode]:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        for episode in self._reader.between(first, last):
+            final = {name: episode[following][-1] for name, following in self._following.items()}
+            yield Episode({name: episode[name] for name in self.schema}, final)
 
 
 class Filtered(EpisodeReader):
@@ -98,3 +131,72 @@ class Part(EpisodeReader):
 
     def between(self, first: int, last: int) -> Iterator[Episode]:
         return self._reader.between(self._first + first, self._first + last)
+
+
+class Decoded(EpisodeReader):
+    """The episodes of another reader with images and frames of video decoded: columns uint8 ``[h, w, c]``."""
+
+    def __init__(self, reader: EpisodeReader) -> None:
+        schema, self._coded = dict(reader.schema), dict[str, Coded]()
+        for name, column in reader.schema.items():
+            coded = None if column.ragged is None else column.ragged.coded
+            if coded is None or (coded.codec.name != "video" and coded.codec.name not in CHANNELS):
+                continue
+            if not coded.fixed:
+                raise SourceError(
+                    f"{reader.source}: decode=True was given, and the images of column {name!r} differ in size: "
+                    f"{list(coded.shape)}. Expected one size; columns= leaves a column out."
+                )
+            self._coded[name] = coded
+            schema[name] = Column(coded.dtype, coded.row_shape, per=column.per)
+        payload = None if self._coded else reader.payload
+        super().__init__(reader.source, reader.lengths, schema, reader.finals, payload)
+        self._reader, self.starts = reader, reader.starts
+
+    def __iter__(self) -> Iterator[Episode]:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        for number, episode in enumerate(self._reader.between(first, last), first):
+            yield _Lazy(episode, self._coded, f"{self.source}, episode {number}: column ")
+
+
+class _Lazy(Episode):
+    """An episode whose encoded values are decoded by ``episode[name]``, and not by what measures texts."""
+
+    def __init__(self, episode: Mapping[str, Any], coded: Mapping[str, Coded], where: str) -> None:
+        super().__init__(episode, final_of(episode))
+        self._coded, self._where = coded, where
+
+    def __getitem__(self, name: str) -> Any:
+        values, coded = super().__getitem__(name), self._coded.get(name)
+        if coded is None or isinstance(values, (np.ndarray, torch.Tensor)):
+            return values
+        where = f"{self._where}{name!r}"
+        if isinstance(values, (bytes, memoryview)):  # once for the episode
+            return _decoded(coded, [memoryview(values)], where)[0]
+        return _decoded(coded, [memoryview(blob) for blob in values], where)
+
+
+def _decoded(coded: Coded, blobs: list[memoryview], where: str) -> np.ndarray:
+    """Decode the values of an episode: uint8 ``[T, h, w, c]``.
+
+    Raises:
+        SourceError: one is damaged.
+    """
+    name = lambda step: f"{where}, step {step}"  # noqa: E731
+    shape = (len(blobs),)
+    try:
+        if coded.codec.name != "video":
+            found: np.ndarray = decoded(coded, blobs, shape, name=name).numpy()
+            return found
+        keys = [step for step, blob in enumerate(blobs) if video_of(coded).distance(blob) == 0]
+        if keys[:1] != [0]:
+            raise SourceError(f"{where}, step 0 is no key frame of a video.")
+        groups = [
+            Group(blobs[first:end], {i: [first + i] for i in range(end - first)})
+            for first, end in itertools.pairwise([*keys, len(blobs)])
+        ]
+        return decoded_frames(coded, groups, {}, len(blobs), shape, name=name)[1]
+    except CodecError as error:
+        raise SourceError(str(error)) from error

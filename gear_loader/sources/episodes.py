@@ -117,7 +117,10 @@ class EpisodeReader(abc.ABC):
         """
 
     def between(self, first: int, last: int) -> Iterator[Episode]:
-        """Read the episodes `first` to `last` - 1; as iteration. By default what is before them is read too."""
+        """Read the episodes `first` to `last` - 1; as iteration. By default what is before them is read too.
+
+        Of a reader with several `starts` several threads may read at once.
+        """
         return itertools.islice(iter(self), first, last)
 
     def __repr__(self) -> str:

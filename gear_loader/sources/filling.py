@@ -27,7 +27,8 @@ class Filling:
     """A table to be filled.
 
     Attributes:
-        table, reader: of which `check_fit` has approved. lengths: of the reader's first episodes, which are added.
+        table, reader: of which `check_fit` has approved. lengths: of the reader's first episodes, which are added;
+            None: all are, and how many they are is not known.
         priority: of each. progress: whether to show a bar. statistics: whether to gather them.
         first: episodes that the table has already.
         piece: bytes added at once; None: all. added: episodes that the table has by now.
@@ -35,7 +36,7 @@ class Filling:
 
     table: Table
     reader: EpisodeReader
-    lengths: np.ndarray
+    lengths: np.ndarray | None
     priority: float
     progress: bool
     statistics: bool
@@ -45,6 +46,7 @@ class Filling:
 
     def all_or_none(self) -> Table:
         """Add all episodes; if that fails, remove those that were added."""
+        assert self.lengths is not None
         table, total = self.table, int(self.lengths.sum())
         evicts = table.on_full in ("evict_oldest", "evict_lowest_priority")
         if self.piece is not None and evicts and not self._is_one_piece(total):
@@ -68,9 +70,11 @@ class Filling:
         table, reader = self.table, self.reader
         gathered = StatisticsOf(table.schema.added) if self.statistics else None
         self.added = self.first
-        total = int(self.lengths.sum())
+        total = None if self.lengths is None else int(self.lengths.sum())
         with progress_bar("Loading", total, unit="steps", enabled=self.progress) as (advance, _):
-            episodes = advancing(fitted_episodes(reader, table), self.lengths, advance)
+            episodes: Iterator[Episode] = fitted_episodes(reader, table)
+            if self.lengths is not None:
+                episodes = advancing(episodes, self.lengths, advance)
             for piece in self._cut(itertools.islice(episodes, self.first)):
                 if gathered is not None:
                     gathered.add(piece)
@@ -87,6 +91,7 @@ class Filling:
     def _is_one_piece(self, steps: int) -> bool:
         """Whether so many steps are known to be added at once."""
         step_bytes = sum(column.step_bytes for column in self.table.schema.values())
+        assert self.lengths is not None
         count, most_steps, blocks, _ = self._most()
         layout = self.table._engine.region.layout
         used = int((-(-(self.lengths + 1) // layout.block_steps)).sum())
@@ -119,14 +124,13 @@ class Filling:
         limits, used = np.array(self._most()), np.zeros(4)
         block_steps = self.table._engine.region.layout.block_steps
         for episode in episodes:
+            sizes: dict[str, int] = {}
             if self.piece is not None:
                 refuse_long(self.table, self.reader.source, episode)
-            size = 0 if self.piece is None else sum(map(size_of, episode.values()))
-            steps = self._steps(episode)
+                sizes = {name: size_of(values) for name, values in episode.items()}
+            size, steps = sum(sizes.values()), self._steps(episode)
             blocks = -(-(steps + 1) // block_steps)
-            own = np.array(
-                [1, steps, blocks, sum(size_of(episode[name]) for name in ragged if name in episode)]
-            )
+            own = np.array([1, steps, blocks, sum(sizes.get(name, 0) for name in ragged)])
             if (
                 piece
                 and self.piece is not None

@@ -32,10 +32,12 @@ from gear_loader.storage.schema import Column, as_mapping, copied, keeps
 from gear_loader.utils.arrays import unreadable
 
 _Values = np.ndarray | torch.Tensor
+_SOURCE = "The source"
 
 
 class IterableReader(EpisodeReader):
-    """Episodes of an iterable, which is read to its end and checked in the constructor."""
+    """Episodes of an iterable, which is read to its end and checked in the constructor; or, if `lazy`, while they are
+    iterated over, once: then `lengths` is empty, and `schema`, which is needed, tells the columns."""
 
     def __init__(
         self,
@@ -45,19 +47,55 @@ class IterableReader(EpisodeReader):
         finals: Collection[str] | None,
         once: frozenset[str],
         *,
+        lazy: bool = False,
         columns: Columns,
         keep_float64: bool,
         allow_nonfinite: bool,
     ) -> None:
-        source = "The source"
+        self.lazy, self._most = lazy, most
+        self._options = schema, finals, columns, keep_float64, allow_nonfinite
         if schema is not None:
             once = frozenset(name for name, column in schema.items() if column.trajectory)
-        self._episodes: list[Episode] = []
-        lengths: list[int] = []
+        self._planned: dict[str, Column] = {}
+        checked = self._checked(episodes, once)
+        if lazy:
+            super().__init__(_SOURCE, np.empty(0), schema or {})
+            self._episodes: Iterable[Episode] = self._streamed(checked)
+            return
+        found = list(checked)
+        if not found:
+            raise SourceError(f"{_SOURCE} has no episodes; expected at least one.")
+        lengths, planned = [length for _, length in found], self._planned
+        flat = schema is None and not any(c.shape for c in planned.values() if not c.trajectory)
+        if flat and is_hugging_face(episodes) and len(lengths) > 1 and len(set(lengths)) == 1:
+            raise SourceError(
+                f"Each of {len(lengths):,} rows of {describe(episodes)} has {lengths[0]} numbers in "
+                f"{listing(planned)}: they look like time steps, not like episodes. {how_to_cut(episodes)}"
+            )
+        self._episodes = [episode for episode, _ in found]
+        super().__init__(_SOURCE, np.array(lengths), planned, found[0][0].final)
+
+    def _streamed(self, checked: Iterator[tuple[Episode, int]]) -> Iterator[Episode]:
+        empty = True
+        for episode, _ in checked:
+            if episode.keys() != self.schema.keys():
+                raise SourceError(
+                    f"{_SOURCE} gives the columns {list(episode)}; the table has {list(self.schema)}. Name the table's "
+                    "columns: columns={name in the table: name in the source}."
+                )
+            empty = False
+            yield episode
+        if empty:
+            raise SourceError(f"{_SOURCE} has no episodes; expected at least one.")
+
+    def _checked(self, episodes: Iterable[Any], once: frozenset[str]) -> Iterator[tuple[Episode, int]]:
+        """The episodes, and their numbers of steps."""
+        schema, finals, columns, keep_float64, allow_nonfinite = self._options
+        source, planned, kept = _SOURCE, self._planned, keeps(episodes)
         chosen: dict[str, str] = {}
-        planned: dict[str, Column] = {}
-        kept = keeps(episodes)
-        for number, item in enumerate(_watched(itertools.islice(episodes, most), source)):
+        for number, item in enumerate(
+            _watched(itertools.islice(episodes, self._most), source, added=self.lazy)
+        ):
             where = f"{source}, episode {number}"
             episode = as_mapping(item)
             if not isinstance(episode, Mapping) or not episode:
@@ -111,17 +149,7 @@ class IterableReader(EpisodeReader):
                     target = planned[name] if schema is None else schema[name]
                     what = f"{where}: the value after the last step of column {chosen[name]!r}"
                     last[name] = copied(fitted(value, target, what, finite=False)[0])
-            self._episodes.append(Episode(arrays, last))
-            lengths.append(next(iter(steps.values())))
-        if not lengths:
-            raise SourceError(f"{source} has no episodes; expected at least one.")
-        flat = schema is None and not any(planned[name].shape for name in planned if name not in once)
-        if flat and is_hugging_face(episodes) and len(lengths) > 1 and len(set(lengths)) == 1:
-            raise SourceError(
-                f"Each of {len(lengths):,} rows of {describe(episodes)} has {lengths[0]} numbers in "
-                f"{listing(chosen.values())}: they look like time steps, not like episodes. {how_to_cut(episodes)}"
-            )
-        super().__init__(source, np.array(lengths), planned, self._episodes[0].final)
+            yield Episode(arrays, last), next(iter(steps.values()))
 
     def __iter__(self) -> Iterator[Episode]:
         return iter(self._episodes)
@@ -145,7 +173,7 @@ def _last(episode: Mapping[str, Any], role: str, steps: int, where: str) -> _Val
     return values[-1:]
 
 
-def _watched(episodes: Iterable[Any], source: str) -> Iterator[Any]:
+def _watched(episodes: Iterable[Any], source: str, *, added: bool) -> Iterator[Any]:
     number = 0
     try:
         for episode in episodes:
@@ -155,7 +183,8 @@ def _watched(episodes: Iterable[Any], source: str) -> Iterator[Any]:
         raise
     except Exception as error:
         raise SourceError(
-            f"{source} raised {type(error).__name__} at episode {number}: {error}. Nothing was added."
+            f"{source} raised {type(error).__name__} at episode {number}: {error}."
+            f"{'' if added else ' Nothing was added.'}"
         ) from error
 
 

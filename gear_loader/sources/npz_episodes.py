@@ -24,7 +24,7 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
-from gear_loader.sources.source_files import files_of, open_source
+from gear_loader.sources.source_files import SourceFiles, files_of
 from gear_loader.storage.schema import Column
 from gear_loader.utils.checks import flag
 
@@ -81,7 +81,7 @@ class NpzEpisodes(EpisodeReader):
 
     def __init__(
         self,
-        paths: list[str],
+        paths: SourceFiles,
         per_trajectory: Collection[str],
         columns: Columns,
         *,
@@ -89,7 +89,7 @@ class NpzEpisodes(EpisodeReader):
         allow_nonfinite: bool,
     ) -> None:
         self._paths, self._nonfinite = paths, allow_nonfinite
-        first = _headers(paths[0])
+        first = _headers(paths, paths[0])
         if not first:
             raise SourceError(f"The file {paths[0]!r} holds no arrays; expected one at least.")
         self._chosen = select(requested(columns, list(first)), list(first), f"The file {paths[0]!r}")
@@ -109,7 +109,7 @@ class NpzEpisodes(EpisodeReader):
             schema[name] = self._planned(first[role], role, paths[0], name in once, keep_float64)
         lengths, payload = [], 0
         for number, path in enumerate(paths):
-            headers = first if number == 0 else _headers(path)
+            headers = first if number == 0 else _headers(paths, path)
             lengths.append(self._length(headers, path, schema))
             payload += sum(
                 int(np.prod(headers[role].shape, dtype=np.int64)) * headers[role].dtype.itemsize
@@ -162,7 +162,7 @@ class NpzEpisodes(EpisodeReader):
     def between(self, first: int, last: int) -> Iterator[Episode]:
         """See `EpisodeReader`."""
         for number, path in enumerate(self._paths[first:last], first):
-            arrays = _read(path, self._chosen.values())
+            arrays = _read(self._paths, path, self._chosen.values())
             found = {role: _ArrayHeader(array.shape, array.dtype) for role, array in arrays.items()}
             if self._length(found, path, self.schema) != self.lengths[number]:
                 raise SourceError(f"The file {path!r} has changed; expected data that stay as they are.")
@@ -187,9 +187,9 @@ class NpzEpisodes(EpisodeReader):
             yield episode
 
 
-def _headers(path: str) -> dict[str, _ArrayHeader]:
+def _headers(files: SourceFiles, path: str) -> dict[str, _ArrayHeader]:
     """The arrays of a file, by name."""
-    with _opened(path) as file:
+    with _opened(files, path, whole=False) as file:
         found = {}
         for member in file.namelist():
             if member.endswith(".npy"):
@@ -203,8 +203,8 @@ def _headers(path: str) -> dict[str, _ArrayHeader]:
         return found
 
 
-def _read(path: str, names: Collection[str]) -> dict[str, np.ndarray]:
-    with _opened(path) as file:
+def _read(files: SourceFiles, path: str, names: Collection[str]) -> dict[str, np.ndarray]:
+    with _opened(files, path) as file:
         members = {_name(member): member for member in file.namelist() if member.endswith(".npy")}
         found = {}
         for name in names:
@@ -222,14 +222,14 @@ def _name(member: str) -> str:
 class _opened:
     """A file of arrays; what reading it raises becomes a SourceError."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, files: SourceFiles, path: str, *, whole: bool = True) -> None:
+        self._files, self._path, self._whole = files, path, whole
 
     def __enter__(self) -> zipfile.ZipFile:
         with contextlib.ExitStack() as stack:
             try:
                 self._file = stack.enter_context(
-                    zipfile.ZipFile(stack.enter_context(open_source(self._path)))
+                    zipfile.ZipFile(stack.enter_context(self._files.open(self._path, whole=self._whole)))
                 )
             except SourceError:
                 raise

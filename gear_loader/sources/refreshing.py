@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -17,11 +19,13 @@ from gear_loader.sources.fitting import fitted_episodes
 from gear_loader.storage import counters as at
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
+from gear_loader.utils.background import lower_priority
 from gear_loader.utils.checks import at_least
 from gear_loader.utils.progress import progress_bar
 
 _PAUSE = 0.002  # seconds between looks at the rows drawn
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 16 * 2**20  # added at once, and read at once by a thread
+_READERS = 8  # threads
 _EVICTING = ("evict_oldest", "evict_lowest_priority")
 
 
@@ -199,14 +203,38 @@ class Refreshing:
         epoch, skip = divmod(given, len(self.passes))
         while self.refresh.epochs is None or epoch < self.refresh.epochs:
             total = int(self.lengths.sum())
-            with progress_bar(f"Epoch {epoch}", total, unit="steps", enabled=self.progress) as (advance, _):
-                for first, last in self.passes.pieces(epoch, skip):
-                    read = self.reader.between(first, last)
-                    with contextlib.closing(fitted_episodes(self.reader, self.table, read, first)) as fitted:
-                        for number, episode in enumerate(fitted, first):
-                            yield number, episode
-                            advance(int(self.lengths[number]))
+            bar = progress_bar(f"Epoch {epoch}", total, unit="steps", enabled=self.progress)
+            read = contextlib.closing(self._read_ahead(self.passes.pieces(epoch, skip)))
+            with bar as (advance, _), read as episodes:
+                for number, episode in episodes:
+                    yield number, episode
+                    advance(int(self.lengths[number]))
             epoch, skip = epoch + 1, 0
+
+    def _read_ahead(self, pieces: Iterator[tuple[int, int]]) -> Generator[tuple[int, Episode]]:
+        """Episodes and their numbers; small pieces are read by several threads, ahead of what is asked for."""
+        step_bytes = self.table.schema.step_bytes + (self.reader.payload or 0) / max(self.reader.num_steps, 1)
+        ahead: deque[tuple[int, Future[list[Episode]]]] = deque()
+        with ThreadPoolExecutor(_READERS, "gear-loader-reading", initializer=lower_priority) as pool:
+            try:
+                for first, last in pieces:
+                    small = self.lengths[first:last].sum() * step_bytes <= _PIECE_BYTES
+                    if small:
+                        ahead.append(
+                            (first, pool.submit(lambda *piece: list(self._read(*piece)), first, last))
+                        )
+                    while ahead and (len(ahead) > _READERS or not small):
+                        yield from _numbered(*ahead.popleft())
+                    if not small:
+                        yield from enumerate(self._read(first, last), first)
+                while ahead:
+                    yield from _numbered(*ahead.popleft())
+            finally:
+                for _, read in ahead:
+                    read.cancel()
+
+    def _read(self, first: int, last: int) -> Iterator[Episode]:
+        return fitted_episodes(self.reader, self.table, self.reader.between(first, last), first)
 
     def _may_add(self, piece: list[tuple[int, Episode]], given: int) -> bool:
         """Whether these episodes may be added, if so many were given."""
@@ -235,6 +263,10 @@ class Refreshing:
         steps = layout.max_steps - counters[at.NUM_STEPS] - counters[at.WRITING_STEPS]
         enough = slots >= len(piece) and steps >= lengths.sum()
         return bool(enough and (counters[at.TIERED] or free >= blocks.sum()))
+
+
+def _numbered(first: int, read: Future[list[Episode]]) -> Iterator[tuple[int, Episode]]:
+    return enumerate(read.result(), first)
 
 
 def holds_all(table: Table, lengths: np.ndarray, payload: int | None) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from gear_loader.errors import SourceError
-from gear_loader.sources.derived import Filtered, Part, Renamed
+from gear_loader.errors import SchemaError, SourceError
+from gear_loader.sources.derived import Decoded, Filtered, Following, Part, Renamed
 from gear_loader.sources.episodes import (
     Columns,
     EpisodeReader,
@@ -62,6 +62,7 @@ def load(
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
     filter: Callable[[Mapping[str, Any]], bool] | None = None,
+    decode: bool = False,
     statistics: bool = False,
     max_bytes: int | str | None = None,
     wait: bool = True,
@@ -80,7 +81,8 @@ def load(
 
     A table whose columns have ``Column(final=True)`` gets the values after the last step too, if the source has them
     for all of these columns: `Episode.final`, which the readers and `collect` give for observations, or in episodes of
-    your own the last row of ``next_<column>`` or ``next.<column>``.
+    your own the last row of ``next_<column>`` or ``next.<column>``. So does `final`, of other readers too, without
+    columns of any length; these columns are then left out.
 
     What an episode has once, as its goal, its task or its return, is a number or an array ``[*shape]`` in it, for
     columns with ``Column(per="trajectory")`` in the table, or those named in `per_trajectory`.
@@ -89,13 +91,13 @@ def load(
     added of it is removed again; a table made here is closed and its name removed. Batches drawn from a table
     in the meantime may have seen those trajectories. A table that evicts gets a file of more than one piece
     only after the whole of it has been read once, because what was evicted cannot be brought back. An iterable
-    is read to its end first and added in one piece.
+    is read to its end first and added in one piece, but for generators with ``wait=False``.
 
     Args:
-        source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
-            id or its directory (see `read_minari`); a reader that one of these two returned, with options of
-            its own; or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them, or a
-            TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
+        source: a reader, as ``gear_loader.sources.read_...`` return them, with options of its own; the path of a
+            D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its id or its directory (see
+            `read_minari`); or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them,
+            or a TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
             arrays of uneven lengths become columns of any length. Rows that are time steps (of a DataFrame, of most
             data sets of Hugging Face) are refused as far as they can be told: `read_rows` cuts them.
         table: the table to add to; None makes one.
@@ -113,12 +115,16 @@ def load(
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
         filter: takes the episodes for which it returns True: a function of an `Episode`, with the columns as the table
             names them. Files are then read twice, to know the size of the table.
+        decode: whether to store images and frames of video decoded, uint8 ``[h, w, c]``, of one size in each column: it
+            takes more memory, and batches need no decoding.
         statistics: whether to gather statistics of what is added: `Table.statistics`, saved with the table.
         max_bytes: take the first trajectories that take so many bytes at most, an int or a text such as ``"8GiB"``,
             without the ends of blocks and the index. With `refresh` the table made here has room for so many.
         wait: whether to return when all is loaded, or with `refresh` when the table is full. If False, a thread of low
             priority fills the table while it can be drawn from: `Table.loading`. Then it is not all or none: after an
-            error, which ``table.loading.wait()`` raises, the table keeps what was added.
+            error, which ``table.loading.wait()`` raises, the table keeps what was added. The thread also runs a
+            generator, for a table that is given, unless `filter`, `resume`, `max_bytes`, `shard` or `refresh` need its
+            end.
         resume: the table was given the first trajectories of this source before, and nothing else, by a load in the
             background that ended, or was killed; those that are missing are added. Such a table has a name, was saved,
             or is recovered from its disk.
@@ -161,7 +167,7 @@ def load(
         "allow_nonfinite": flag("allow_nonfinite", allow_nonfinite),
     }
     flags = {"final": final, "download": download, "progress": progress, "statistics": statistics}
-    flags |= {"wait": wait, "resume": resume}
+    flags |= {"wait": wait, "resume": resume, "decode": decode}
     renewal = Refresh() if refresh is True else refresh or None
     _check_refresh(renewal, table, max_bytes, statistics)
     place = _checked_shard(shard)
@@ -190,9 +196,18 @@ def load(
             f"download=True was given with {given}; expected the id of a Minari data set: nothing else is fetched."
         )
     added = None if table is None else table.schema.added
-    reader = _open(source, options, max_trajectories, added, download, finals=wanted, once=once)
+    ended = wait or table is None or filter or decode or resume or max_bytes is not None or shard or renewal
+    reader = _open(
+        source, options, max_trajectories, added, download, finals=wanted, once=once, lazy=not ended
+    )
+    if isinstance(reader, IterableReader) and reader.lazy:
+        assert table is not None
+        _begin(Filling(table, reader, None, priority, progress, statistics))
+        return table
     if filter is not None:
         reader = Filtered(reader, filter, max_trajectories, progress)
+    if decode:
+        reader = Decoded(reader)
     # Episodes in memory are added at once, so that they become visible at the same moment.
     piece = None if isinstance(reader, IterableReader) else LOAD_BYTES
     lengths = reader.lengths[:max_trajectories]
@@ -233,11 +248,7 @@ def load(
             fill.first = first_missing(table, reader.source, lengths)
         if wait:
             return fill.all_or_none()
-        fill.piece = BACKGROUND_BYTES
-        pieces = (fill.added for _ in fill.pieces())
-        table._engine.loading = Loading(
-            reader.source, len(lengths), int(lengths.sum()), pieces, num_loaded=fill.first
-        )
+        _begin(fill)
         return table
     except BaseException:
         if made:
@@ -297,6 +308,14 @@ def _holds_all(table: Table, reader: EpisodeReader, lengths: np.ndarray, resume:
     return (resume or not len(table)) and holds_all(table, lengths, payload)
 
 
+def _begin(fill: Filling) -> None:
+    """Start the thread that fills a table."""
+    fill.piece = BACKGROUND_BYTES
+    count, steps = (None, None) if fill.lengths is None else (len(fill.lengths), int(fill.lengths.sum()))
+    pieces = (fill.added for _ in fill.pieces())
+    fill.table._engine.loading = Loading(fill.reader.source, count, steps, pieces, num_loaded=fill.first)
+
+
 def _begin_refresh(refreshing: Refreshing, resume: bool, wait: bool) -> None:
     """Start the thread that refreshes a table; wait until it is full."""
     table, reader, passes = refreshing.table, refreshing.reader, refreshing.passes
@@ -338,9 +357,11 @@ def _table_for(
     count = len(lengths)
     steps = max(int(lengths.sum() * share), int(lengths.max()))
     finals = reader.finals if final else frozenset()
-    schema = Schema(
-        {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
-    )
+    columns = {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
+    try:
+        schema = Schema(columns)
+    except SchemaError as error:  # such as a name with control characters
+        raise SourceError(f"{reader.source}: {error}") from error
     if schema.ragged and payload is None:
         payload = int(
             _payload_of(reader, schema, lengths, progress) * max(share, 2 * lengths.max() / lengths.sum())
@@ -482,6 +503,7 @@ def _open(
     *,
     finals: Collection[str] | None,
     once: frozenset[str],
+    lazy: bool,
 ) -> EpisodeReader:
     if isinstance(source, Named):
         own = once if schema is None else {name for name, column in schema.items() if column.trajectory}
@@ -498,9 +520,10 @@ def _open(
             "files have a value for each step."
         )
     if isinstance(source, EpisodeReader):
+        reader = Following(source) if finals is None and not source.finals else source
         if options["columns"] is None:
-            return source
-        return Renamed(source, select(requested(options["columns"], ()), list(source.schema), source.source))
+            return reader
+        return Renamed(reader, select(requested(options["columns"], ()), list(reader.schema), reader.source))
     if isinstance(source, (str, os.PathLike)):
         path = local_path(source, SourceError)
         if _is_hdf5(path):
@@ -521,7 +544,8 @@ def _open(
         )
     if is_frame(source):
         raise SourceError(f"{describe(source)} was received, whose rows are time steps. {how_to_cut(source)}")
-    return IterableReader(source, most, schema, finals, once, **options)
+    lazy = lazy and isinstance(source, Iterator)
+    return IterableReader(source, most, schema, finals, once, lazy=lazy, **options)
 
 
 def _is_minari(source: Any) -> bool:

@@ -188,7 +188,10 @@ def _identity(packet: Any) -> list[Any]:
 def _stream(container: Any) -> Any:
     if not container.streams.video:
         raise ValueError("it holds no video")
-    return container.streams.video[0]
+    stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise ValueError("its video is of a codec that is not known")
+    return stream
 
 
 def video_column(av: Any, path: str, where: str) -> Column:

@@ -18,7 +18,7 @@ from gear_loader.sources._optional import require
 from gear_loader.sources.arrow_rows import READ_BYTES, Rows, readable
 from gear_loader.sources.arrow_sources import read_rows
 from gear_loader.sources.episodes import Columns, EpisodeReader, listing
-from gear_loader.sources.source_files import files_of, open_source
+from gear_loader.sources.source_files import SourceFiles, files_of
 from gear_loader.utils.checks import one_of
 
 MOST_BYTES = 2**30
@@ -83,7 +83,7 @@ class TarRows(Rows):
         whole: whether a sample is an episode, whose arrays are of different lengths.
     """
 
-    def __init__(self, paths: Sequence[str], *, whole: bool) -> None:
+    def __init__(self, paths: SourceFiles, *, whole: bool) -> None:
         pa = require("pyarrow", _PURPOSE)
         self._paths = paths
         source = f"The file {paths[0]!r}" + (f" and {len(paths) - 1:,} more" if len(paths) > 1 else "")
@@ -143,7 +143,7 @@ class TarRows(Rows):
         """Samples of a file, with all or some of their columns, and how many bytes were read for them."""
         sample: dict[str, Any] = {}
         size, seen = 0, set[str]()
-        with _Tar(path) as tar:
+        with _Tar(self._paths, path) as tar:
             for key, name, member in tar.members():
                 if not sample or sample["__key__"] != key:
                     if sample:
@@ -166,12 +166,12 @@ class TarRows(Rows):
 class _Tar:
     """A tar file, read from its beginning to its end; what that raises becomes a SourceError."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, files: SourceFiles, path: str) -> None:
+        self._files, self._path = files, path
 
     def __enter__(self) -> _Tar:
         with readable(f"The file {self._path!r}"):
-            self._raw = open_source(self._path)
+            self._raw = self._files.open(self._path)
             packed = self._raw.read(2) == b"\x1f\x8b"
             self._raw.seek(0)
         self._file = _Bounded(gzip.GzipFile(fileobj=self._raw) if packed else self._raw)

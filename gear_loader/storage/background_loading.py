@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Generator
 
 from gear_loader.errors import SourceError
-from gear_loader.utils.background import background_thread
+from gear_loader.utils.background import background_thread, lower_priority
 
 _logger = logging.getLogger("gear_loader")
 
@@ -24,7 +25,7 @@ class Loading:
 
     Attributes:
         source: what is loaded. num_trajectories, num_steps: those of the source, or of the part of it that an epoch
-            takes, all together.
+            takes, all together; None of a generator.
         num_loaded: trajectories of it that the table has been given so far, of all epochs.
         epochs: how often the source is loaded: once, or as ``refresh=`` says; None: until it is stopped.
     """
@@ -32,8 +33,8 @@ class Loading:
     def __init__(
         self,
         source: str,
-        num_trajectories: int,
-        num_steps: int,
+        num_trajectories: int | None,
+        num_steps: int | None,
         pieces: Generator[int],
         *,
         num_loaded: int = 0,
@@ -44,6 +45,7 @@ class Loading:
         self.num_loaded, self.epochs = num_loaded, epochs
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
+        self._complete = False
         self._pid = os.getpid()
         self._thread = background_thread(self._run, "gear-loader-loading", args=(pieces,), stop=self._stop)
         self._thread.start()
@@ -74,7 +76,7 @@ class Loading:
     @property
     def epoch(self) -> int:
         """The pass over the source that goes on, from 0."""
-        epoch = max(0, self.num_loaded - self.done) // self.num_trajectories
+        epoch = max(0, self.num_loaded - self.done) // (self.num_trajectories or sys.maxsize)
         return epoch if self.epochs is None else min(epoch, self.epochs - 1)
 
     def cancel(self, timeout: float | None = None) -> None:
@@ -90,25 +92,27 @@ class Loading:
         self._stopped.set()
 
     def __repr__(self) -> str:
-        state = "loading"
+        state, count = "loading", f"{self.num_loaded:,}"
         if self.done:
-            whole = self.epochs is not None and self.num_loaded == self.num_trajectories * self.epochs
-            state = "failed" if self._error is not None else "loaded" if whole else "cancelled"
-        count = self.num_loaded - self.epoch * self.num_trajectories
+            state = "failed" if self._error is not None else "loaded" if self._complete else "cancelled"
+        if self.num_trajectories is not None:
+            count = f"{self.num_loaded - self.epoch * self.num_trajectories:,} of {self.num_trajectories:,}"
         of = "" if self.epochs is None else f" of {self.epochs:,}"
         epoch = "" if self.epochs == 1 else f" epoch {self.epoch:,}{of},"
-        return f"<{self.source}: {state},{epoch} {count:,} of {self.num_trajectories:,} trajectories>"
+        return f"<{self.source}: {state},{epoch} {count} trajectories>"
 
     def _run(self, pieces: Generator[int]) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # out of the way of training
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        lower_priority()
         try:
             with contextlib.closing(pieces):
                 for self.num_loaded in pieces:
                     if self._stopped.is_set():
                         break
+                else:
+                    self._complete = True
         except BaseException as error:
-            if not self._stopped.is_set():  # else the table was closed, maybe in the middle of a piece
+            # Else the table was closed, maybe in the middle of a piece, or the interpreter ends.
+            if not self._stopped.is_set() and threading.main_thread().is_alive():
                 self._error = error
                 _logger.error(
                     "Loading ended after %s trajectories of %s: %s", self.num_loaded, self.source, error

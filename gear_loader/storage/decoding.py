@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import os
 import sys
@@ -276,7 +275,8 @@ def _decoded_on(
                 given.append(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
         if not given:
             return None
-        io: Any = importlib.import_module("torchvision.io")
+        from torchvision import io
+
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         mode = io.ImageReadMode.GRAY if coded.row_shape[2] == 1 else io.ImageReadMode.RGB

@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.source import Source
 from gear_loader.storage.table_rules import check_seconds
-from gear_loader.utils.arrays import Array
+from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import byte_count, one_of
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import is_address, local_path
 
 _MANIFEST_NAME = "manifest.json"
 Keep = Literal["auto", "newest", "oldest", "priority"]
@@ -43,14 +43,22 @@ class Disk:
             the sampler of the most recent dataset in any process draws most: the highest priorities for `Prioritized`
             and `TopK`, the oldest for `Fifo`, else the newest. For uniform draws the choice makes no difference.
 
+        archive: address of an object store (``"s3://bucket/prefix"``, of fsspec), a tier below the disk, with `size`:
+            when the files reach three quarters of `size`, segments with the coldest trajectories are uploaded, and
+            their files removed after the objects have been read back and named by two manifests. Their rows are read by
+            range. So `max_steps` alone limits the table. While the store fails, a full disk is treated as without one.
+            Objects belong to this directory: a copy of it reads the same ones.
+
     Raises:
-        CheckpointError: a path that is invalid, or not local (``s3://...``). SchemaError: other invalid values.
+        CheckpointError: a path that is invalid, or not local (``s3://...``); an archive that is no address.
+        SchemaError: other invalid values; an archive without `size`.
     """
 
     path: str | os.PathLike[str]
     sync_seconds: float = 1.0
     size: int | str | None = None
     keep: Keep = "auto"
+    archive: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(local_path(self.path)))
@@ -58,6 +66,17 @@ class Disk:
         if self.size is not None:
             object.__setattr__(self, "size", byte_count("size", self.size))
         one_of("keep", self.keep, _KEEPS)
+        if self.archive is None:
+            return
+        if not is_address(self.archive):
+            raise CheckpointError(
+                f"archive={shown(self.archive)} was received; expected the address of an object store, such as "
+                "'s3://bucket/prefix'."
+            )
+        if self.size is None:
+            raise SchemaError(
+                "archive= was received without size=; expected both: size is how many bytes stay in the directory."
+            )
 
     def tier(self) -> Tier | None:
         """The tier below the memory; None without `size`."""
@@ -157,7 +176,9 @@ class DiskStats:
         bytes_written: bytes of their files.
         write_seconds, longest_write_seconds: duration of the last complete write and of the longest one.
         error: why the last write, or the last move of trajectories between memory and disk tier, failed; None if it
-            was complete. Trajectories that were lost with a damaged file are `TableStats.num_lost`.
+            was complete. Trajectories that were lost with a damaged file are `TableStats.num_lost`. Also why segments
+            could not be moved to the archive.
+        archived_bytes: of files that lie in the archive (`Disk.archive`).
     """
 
     path: str
@@ -168,6 +189,7 @@ class DiskStats:
     write_seconds: float
     longest_write_seconds: float
     error: str | None
+    archived_bytes: int = 0
 
     def __str__(self) -> str:
         behind = (
@@ -175,7 +197,9 @@ class DiskStats:
         )
         return (
             f"{self.writes:,} writes of {self.bytes_written:,} B, at most {self.longest_write_seconds:,.2f} s each"
-            f"{behind if self.unwritten_trajectories else ''}{f'; {self.error}' if self.error else ''}"
+            f"{behind if self.unwritten_trajectories else ''}"
+            f"{f', {self.archived_bytes:,} B in the archive' if self.archived_bytes else ''}"
+            f"{f'; {self.error}' if self.error else ''}"
         )
 
 

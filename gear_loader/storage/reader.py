@@ -185,7 +185,7 @@ class TableReader:
         """End the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""
         ticket.end()
         count, ticket.counted = ticket.counted, 0
-        self.uncount_samples(count)
+        self.count_drawn(-count)
 
     @property
     def position(self) -> int:
@@ -489,14 +489,14 @@ class TableReader:
         self.arrays.ops.count_samples(self.arrays.where, slots, generations, limit, total, times)
         return times
 
-    def uncount_samples(self, count: int) -> None:
-        """Subtract rows that were counted for the rate limiter but not drawn."""
+    def count_drawn(self, count: int) -> None:
+        """Count rows drawn elsewhere; fewer than none: that were counted but not drawn."""
 
-        def uncount() -> None:
-            self.arrays.counters[NUM_SAMPLED] -= count
+        def add() -> None:
+            self.arrays.counters[NUM_SAMPLED] += count
 
         if count:
-            self._recovery.locked(uncount)
+            self._recovery.locked(add)
 
     def await_samplable(self, count: int) -> None:
         """Wait until the rate limiter allows `count` rows to be drawn.

@@ -116,13 +116,13 @@ class StatisticsOf:
 
     def __init__(self, schema: Mapping[str, Column]) -> None:
         columns = {n: c for n, c in schema.items() if c.ragged is None and not c.late}
-        self._columns = {name: _Moments(column) for name, column in columns.items()}
+        self._columns = {name: _Gathered(column) for name, column in columns.items()}
 
     def add(self, episodes: Sequence[Mapping[str, Any]]) -> None:
         """Take episodes as `Table.extend` does."""
-        for name, moments in self._columns.items():
+        for name, gathered in self._columns.items():
             values = [np.asarray(_numbers(episode[name])) for episode in episodes]
-            moments.add(np.stack(values) if moments.once else np.concatenate(values))
+            gathered.add(np.stack(values) if gathered.once else np.concatenate(values))
 
     def result(self) -> Statistics:
         """The statistics of what was added."""
@@ -133,8 +133,43 @@ def _numbers(values: Any) -> Any:
     return values if isinstance(values, np.ndarray) or np.isscalar(values) else values.float().numpy()
 
 
-class _Moments:
-    """Of one column: exact but for rounding (Chan et al., 1982), and a random sample of rows for quantiles."""
+class Moments:
+    """Of rows of numbers, element by element, exact but for rounding (Chan et al., 1982).
+
+    Attributes:
+        count: rows. mean, squares, min, max: float64 [width]; squares: sums of squared differences from the mean.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.count = 0
+        self.mean = self.squares = self.min = self.max = np.zeros(width)
+
+    def add(self, rows: Array) -> None:
+        """Take rows, float64 [n, width], n at least 1."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean = rows.mean(0)
+            squares = np.square(rows - mean).sum(0)
+            before, count = self.count, len(rows)
+            if not before:
+                self.mean, self.squares = mean, squares
+                self.min, self.max = rows.min(0), rows.max(0)
+            else:
+                delta = mean - self.mean
+                self.mean = self.mean + delta * (count / (before + count))
+                self.squares = self.squares + squares + np.square(delta) * (before * count / (before + count))
+                self.min, self.max = np.minimum(self.min, rows.min(0)), np.maximum(self.max, rows.max(0))
+        self.count = before + count
+
+    @property
+    def std(self) -> Array:
+        """Standard deviation (``ddof=0``), of one row at least."""
+        with np.errstate(invalid="ignore"):
+            found: Array = np.sqrt(self.squares / self.count)
+        return found
+
+
+class _Gathered:
+    """Of one column: moments, and a random sample of rows for quantiles."""
 
     def __init__(self, column: Column) -> None:
         elements = math.prod(column.shape)
@@ -143,8 +178,7 @@ class _Moments:
         self._shape = tuple(column.shape) if elements <= _MOST_ELEMENTS else tuple(column.shape[-1:])
         self._width = max(1, math.prod(self._shape))
         self._most = max(64, min(_SAMPLE, _SAMPLE_BYTES // (8 * self._width)))
-        self._numbers = 0  # of each element: `count`, times the elements that were taken together
-        self._mean = self._squares = self._min = self._max = np.zeros(self._width)
+        self._moments = Moments(self._width)  # of rows: `count`, times the elements that are taken together
         self._keys = np.empty(0, dtype=np.uint64)
         self._rows = np.empty((0, self._width))
 
@@ -155,22 +189,9 @@ class _Moments:
             self._add(values[first : first + step].reshape(-1, self._width).astype(np.float64))
 
     def _add(self, rows: Array) -> None:
-        with np.errstate(invalid="ignore", over="ignore"):
-            mean = rows.mean(0)
-            squares = np.square(rows - mean).sum(0)
-            before, count = self._numbers, len(rows)
-            if not before:
-                self._mean, self._squares = mean, squares
-                self._min, self._max = rows.min(0), rows.max(0)
-            else:
-                delta = mean - self._mean
-                self._mean = self._mean + delta * (count / (before + count))
-                self._squares = (
-                    self._squares + squares + np.square(delta) * (before * count / (before + count))
-                )
-                self._min, self._max = np.minimum(self._min, rows.min(0)), np.maximum(self._max, rows.max(0))
-        self._numbers = before + count
-        keys = _hashes(np.arange(before, before + count, dtype=np.uint64))
+        before = self._moments.count
+        self._moments.add(rows)
+        keys = _hashes(np.arange(before, before + len(rows), dtype=np.uint64))
         if len(self._keys) == self._most:
             kept = keys < self._keys.max()
             keys, rows = keys[kept], rows[kept]
@@ -182,7 +203,8 @@ class _Moments:
     def result(self) -> ColumnStatistics:
         with np.errstate(invalid="ignore"):
             levels = np.quantile(self._rows, QUANTILES, axis=0)
-            parts = (self._mean, np.sqrt(self._squares / self._numbers), self._min, self._max)
+        found = self._moments
+        parts = (found.mean, found.std, found.min, found.max)
         mean, std, low, high = (part.reshape(self._shape) for part in parts)
         quantiles = {level: row.reshape(self._shape) for level, row in zip(QUANTILES, levels, strict=True)}
         return ColumnStatistics(self.count, mean, std, low, high, quantiles)

@@ -363,7 +363,12 @@ class Table:
         ============================ ==================================================================================
 
         and what `gear_loader.exports.register` has made known. What is committed when the call begins is written; of
-        it, what is evicted or removed before it is read is left out. `gear_loader.load_dataset` reads all of them.
+        it, what is evicted or removed before it is read is left out.
+
+        `gear_loader.load_dataset` reads them back to the same columns and values, but for bfloat16, which becomes
+        float32; images in ``parquet:``, which become bytes (``hf:`` and ``lerobot:`` keep them); and arrays of several
+        lengths, one a trajectory, in ``npz:``, which it refuses. ``per_trajectory=`` names columns per trajectory.
+        ``final=True`` takes final values, if each trajectory has them; LeRobot has none.
 
         Args:
             address: as above; a file of a known suffix needs no prefix. There must be nothing at this place; the data

@@ -44,6 +44,18 @@ _OF_CONNECTIONS = {
 _Result = TypeVar("_Result")
 
 
+class UnreachableError(CheckpointError):
+    """A store has refused a request, or failed until the deadline."""
+
+
+def is_of_store(error: BaseException) -> bool:
+    """Whether an error is a store's, which may pass: it has failed, or says that there is no such object."""
+    missing = error.__cause__
+    return isinstance(error, UnreachableError) or (
+        isinstance(missing, FileNotFoundError) and is_address(missing.filename)
+    )
+
+
 def open_address(address: str, error: type[GearError] = CheckpointError) -> IO[bytes]:
     """Open a file at an address for reading: seekable, read by range in blocks of `BLOCK_BYTES`.
 
@@ -87,7 +99,7 @@ def repeated(
     attempt: Callable[[], _Result],
     address: str,
     what: str,
-    error: type[GearError] = CheckpointError,
+    error: type[GearError] = UnreachableError,
     *,
     from_failure: bool = False,
 ) -> _Result:

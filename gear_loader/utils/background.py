@@ -58,6 +58,12 @@ def background_thread(
     return thread
 
 
+def lower_priority() -> None:
+    """Let the calling thread run when others do not, out of the way of training."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
 class _Thread(threading.Thread):
     asks: _Asks = None
 

@@ -22,6 +22,7 @@ LIBRARIES["transferqueue"] = {"transfer_queue", "ray", "omegaconf", "tensordict"
 LIBRARIES["lance"] = {"lance", "pyarrow", "PIL", "torch"}
 LIBRARIES["lerobot"] = {"lerobot", "datasets", "pyarrow", "torch"}
 LIBRARIES["webdataset"] = {"webdataset"}
+LIBRARIES["streaming"] = {"streaming", "PIL", "torch"}
 LIBRARIES["sb3"] = {"stable_baselines3", "gymnasium", "torch"}
 TASKS = (
     "select",
@@ -34,6 +35,7 @@ TASKS = (
     "learn",
     "sequences",
     "values",
+    "data",
 )
 
 

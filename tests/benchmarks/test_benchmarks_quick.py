@@ -152,6 +152,16 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         },
         "left out: LeRobot, PyAV: there is no environment lerobot",
     ),
+    "data": (
+        "--threads 1 --parts pusht,d4rl,texts,bucket",
+        {
+            "d4rl": {"ours", "DataLoader, in memory", "Hugging Face"},
+            "texts": {"ours", "Hugging Face"},
+            "bucket": {"ours", "ours, in the background"},
+            **{f"{part}: PSS of readers": {"ours"} for part in ("d4rl", "texts")},
+        },
+        "left out: pusht, images, which lerobot makes: there is no environment lerobot",
+    ),
     "graph": (
         "--threads 1 --nodes 500 --seconds 0.1",
         {

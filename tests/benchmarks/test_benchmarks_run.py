@@ -36,6 +36,7 @@ NAMES = (
     "device",
     "packed",
     "values",
+    "data",
     "graph",
     "learn",
     "train",

@@ -158,7 +158,8 @@ def test_npz_has_a_file_for_each_trajectory(plain: Any, tmp_path: Path) -> None:
     with np.load(tmp_path / "out" / "00000002.npz", allow_pickle=False) as found:
         index = int(plain.indices()[2])
         np.testing.assert_array_equal(found["obs"], plain[index]["obs"])
-        np.testing.assert_array_equal(found["next_obs"], plain.final(index)["obs"])
+        np.testing.assert_array_equal(found["next_obs"][-1], plain.final(index)["obs"])
+        np.testing.assert_array_equal(found["next_obs"][:-1], plain[index]["obs"][1:])
         assert found["return"] == 3.0
 
 
@@ -202,6 +203,112 @@ def test_a_trajectory_that_grows_meanwhile_is_read_at_one_moment(
     found = pq.read_table(tmp_path / "a.parquet").to_pydict()
     assert found["step"] == [0]
     assert len(found["image"]) == 1
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture(params=["parquet", pytest.param("hf", marks=pytest.mark.long), "npz"])
+def kind(request: Any) -> str:
+    """A format whose folders `load_dataset` reads by the same address."""
+    if request.param == "hf":
+        pytest.importorskip("datasets")
+    return str(request.param)
+
+
+def same(found: Any, given: Any) -> None:
+    """What was loaded is what was there, bfloat16 as float32."""
+    if isinstance(given, torch.Tensor):
+        given = given.float() if given.dtype == torch.bfloat16 else given
+        torch.testing.assert_close(found, given, rtol=0, atol=0, check_stride=False)
+    elif hasattr(given, "offsets"):
+        same(found.values, given.values)
+        assert torch.equal(found.offsets, given.offsets)
+    else:
+        assert found == given
+
+
+def test_numbers_and_final_values_are_loaded_as_they_were(kind: str, tmp_path: Path) -> None:
+    columns = {}
+    for dtype in DTYPES:
+        name = f"nested.{str(dtype)[6:]}"
+        columns[f"{name}.s"] = gear.Column(dtype, final=True)
+        columns[f"{name}.m"] = gear.Column(dtype, (2, 3), final=True)
+        columns[f"{name}.once"] = gear.Column(dtype, (2,), per="trajectory")
+    columns["one"] = gear.Column(torch.float32, (1,))
+    with gear.Table.create(columns, max_steps=40, max_trajectories=4) as table:
+        for length in LENGTHS:
+            whole = {
+                name: (torch.randn(length + 1, *column.shape) * 50).abs().to(column.dtype)
+                for name, column in columns.items()
+            }
+            rows = {name: each[-1] if columns[name].trajectory else each[:-1] for name, each in whole.items()}
+            table.add(rows, final={name: whole[name][-1] for name in columns if columns[name].final})
+        table.export(f"{kind}:{tmp_path}/a")
+        options = {"keep_float64": True, "progress": False}
+        options["per_trajectory"] = [name for name in columns if columns[name].trajectory]
+        with gear.load_dataset(f"{kind}:{tmp_path}/a", final=True, **options) as loaded:
+            assert set(loaded.schema) - {"frame_index"} == set(columns)
+            for index in range(3):
+                final, there = table.final(index), loaded.final(index)
+                assert final is not None
+                assert there is not None
+                assert set(there) == set(final)
+                for name, value in table[index].items():
+                    same(loaded[index][name], value)
+                for name, value in final.items():
+                    same(there[name], value)
+        with gear.load_dataset(f"{kind}:{tmp_path}/a", **options) as loaded:
+            assert loaded.final(0) is None
+            same(loaded[2]["next_nested.int8.m"][-1], table.final(2)["nested.int8.m"])  # type: ignore[index]
+
+
+def test_values_of_any_length_are_loaded_as_they_were(kind: str, ragged: Any, tmp_path: Path) -> None:
+    """Images stay encoded by Hugging Face's features; as Parquet has them they are bytes."""
+    names = ["task"] if kind == "npz" else list(ragged.schema)
+    with gear.Table.create(
+        dict(ragged.schema)
+        | {"number": gear.Column(torch.int64)}
+        | {
+            f"image.{codec}{channels}": gear.Column(torch.uint8, (4, 6, channels), codec=codec)
+            for codec, channels in (
+                ("jpeg", 3),
+                ("jpeg", 1),
+                ("webp", 3),
+                ("webp", 4),
+                ("png", 1),
+                ("png", 4),
+            )
+        },
+        max_steps=40,
+        max_trajectories=4,
+        memory=gear.Memory(payload="1MiB"),
+    ) as table:
+        random = np.random.default_rng(2)
+        for index in ragged.indices().tolist():
+            rows = ragged[index]
+            length = len(rows["text"])
+            rows["number"] = torch.arange(length)
+            for name, column in table.schema.items():
+                if name.startswith("image."):
+                    rows[name] = random.integers(0, 255, (length, *column.ragged.coded.shape), np.uint8)
+            table.add(rows)
+        names = [*names, "number"] + (
+            [] if kind == "npz" else [n for n in table.schema if n.startswith("image.")]
+        )
+        table.export(f"{kind}:{tmp_path}/a", columns=names)
+        once = [name for name in names if table.schema[name].trajectory]
+        with gear.load_dataset(f"{kind}:{tmp_path}/a", per_trajectory=once, progress=False) as loaded:
+            for name in names:
+                images = table.schema[name].codec is not None and table.schema[name].codec.name != "zstd"
+                if kind == "parquet" and images:
+                    assert loaded.schema[name] == gear.Column(bytes)
+                    continue
+                if images:
+                    assert loaded.schema[name] == table.schema[name]
+                for index in range(3):
+                    same(loaded[index][name], table[index][name])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,11 @@ def numbers_in(shards: Any) -> list[int]:
     return sorted(found)
 
 
+def is_written(ray: Any, replay: Any) -> bool:
+    found = ray.get([shard.stats.remote() for shard in replay.shards])
+    return not any(stats.disk.unwritten_trajectories for stats in found)
+
+
 def test_shards_come_back_with_what_was_committed(cluster: Any) -> None:
     ray, nodes, second, folder = cluster
     from gear_loader.integrations.ray import Replay, ReplayShards, connect
@@ -65,7 +69,8 @@ def test_shards_come_back_with_what_was_committed(cluster: Any) -> None:
     here = ray.get_runtime_context().get_node_id()
     assert len({place["node"] for place in places}) == 2
     away = next(number for number, place in enumerate(places) if place["node"] != here)
-    forgets = Replay.options(name="forgets", scheduling_strategy=_on(ray, places[away]["node"])).remote(
+    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(places[away]["node"], soft=True)
+    forgets = Replay.options(name="forgets", num_cpus=0.001, scheduling_strategy=there).remote(
         NUMBER, timeout=TIMEOUT, **SIZES
     )
 
@@ -104,13 +109,20 @@ def test_shards_come_back_with_what_was_committed(cluster: Any) -> None:
 
         with gear.connect("ray://forgets") as table:
             table.extend([{"number": torch.tensor([0])}])
-        time.sleep(2)  # until all is on disk
+        wait_until(lambda: is_written(ray, replay), "the disks", patience=TIMEOUT, pause=0.2)
         nodes.remove_node(second, allow_graceful=False)
+        # Processes of a node may live on for a moment after it.
+        wait_until(
+            lambda: all(each["node"] == here for each in ray.get([e.where.remote() for e in replay.shards])),
+            "the shard of the lost node",
+            patience=TIMEOUT,
+            pause=0.5,
+        )
         assert numbers_in(shards) == list(range(4001))
         for _ in range(4):
             assert next(batches)["shard"].numel() == 8
-        assert all(
-            place["node"] == here for place in ray.get([each.where.remote() for each in replay.shards])
+        wait_until(
+            lambda: ray.get(forgets.where.remote())["node"] == here, "the other actor", patience=TIMEOUT
         )
         assert ray.get(forgets.stats.remote()).num_trajectories == 0
 
@@ -126,10 +138,6 @@ def test_shards_come_back_with_what_was_committed(cluster: Any) -> None:
     assert not [name for name in os.listdir("/dev/shm") if name.endswith(here) or places[0]["name"] in name]
     with gear.Table.load(folder / "disk" / f"shard-{away}-of-2") as table:
         assert 4001 in [int(table[int(index)]["number"]) for index in table.indices()]
-
-
-def _on(ray: Any, node: str) -> Any:
-    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
 
 
 def _rows(path: str) -> int:

@@ -297,8 +297,10 @@ def _planned_for_old_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS: dict[str, Defect] = {
-    "a draw that is launched as a graph allocates its scratch": Defect(_scratch_of_the_call),
-    "scratch is freed while a graph lives": Defect(_freed_scratch),
+    "a draw that is launched as a graph allocates its scratch": Defect(
+        _scratch_of_the_call, Scenario.queued_draws
+    ),
+    "scratch is freed while a graph lives": Defect(_freed_scratch, Scenario.queued_draws),
     "an argument changes without a new key: the memory of a packed batch": Defect(
         _key_without_memory, Scenario.flat
     ),

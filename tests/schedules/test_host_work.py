@@ -23,6 +23,7 @@ import gear_loader as gear
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
+from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.utils import driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
@@ -248,6 +249,33 @@ def test_draws_are_queued_in_one_call_again_after_the_batches_of_a_state(
             pass
         assert done[-1]
         del data, before, batch
+        gc.collect()
+    cuda.check()
+
+
+def test_a_uniform_batch_of_a_table_that_has_changed_is_queued_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the trajectories that are there by then."""
+    cuda, done = Cuda(0, "eager"), list[bool]()
+    queue_here = SnapshotSelection.queue
+
+    def queue(self: Any, *given: Any) -> bool:
+        done.append(queue_here(self, *given))
+        return done[-1]
+
+    monkeypatch.setattr(SnapshotSelection, "queue", queue)
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        options: dict[str, Any] = {"batch_size": 4, "windows": WINDOWS, "prefetch": 0}
+        data, host = (gear.ReplayDataset(table, device=each, **options) for each in ("cuda:1", "cpu"))
+        for number in range(20):
+            if number >= 12:
+                table.add(rows_of(FIRST + number))
+            batch = on_host(cloned(dict(data.sample())))
+            compare(number, batch, dict(host.sample()))
+        assert done[-8:] == [True] * 8
+        del data, host
         gc.collect()
     cuda.check()
 

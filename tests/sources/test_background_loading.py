@@ -198,3 +198,65 @@ def test_nothing_is_missing() -> None:
         assert table.loading is not None
         table.loading.wait(60)
         assert "loaded, 6 of 6" in repr(table.loading)
+
+
+def test_a_generator_is_read_by_the_thread() -> None:
+    """Without reading it to its end first; its errors are those of others, and the table keeps what was added."""
+    go = threading.Event()
+
+    def episodes(broken: bool) -> Iterator[dict[str, Any]]:
+        for number, count in enumerate(LENGTHS.tolist()):
+            if number == 4:
+                assert go.wait(60)
+                if broken:
+                    raise ValueError("no more")
+            yield {"x": np.full(count, number, np.float64), "task": f"task {number}"}
+
+    for broken in (False, True):
+        table = gear.Table.create(
+            Reader().schema, max_steps=99, max_trajectories=9, memory=gear.Memory(payload=9999)
+        )
+        with table:
+            go.clear()
+            load(episodes(broken), table, wait=False, progress=False, statistics=True)
+            loading = table.loading
+            assert loading is not None
+            wait_until(lambda loading=loading: loading.num_loaded == 3)
+            assert (loading.num_trajectories, repr(loading)) == (
+                None,
+                "<The source: loading, 3 trajectories>",
+            )
+            go.set()
+            if broken:
+                with pytest.raises(
+                    SourceError, match=r"The source raised ValueError at episode 4: no more\.$"
+                ):
+                    loading.wait(60)
+                check(table, 3)
+                continue
+            loading.wait(60)
+            check(table)
+            assert repr(loading) == "<The source: loaded, 6 trajectories>"
+            load(iter([{"y": np.ones(3)}]), table, wait=False, columns=["y"], progress=False)
+            with pytest.raises(
+                SourceError, match=r"The source gives the columns \['y'\]; the table has \['x', 'task'\]"
+            ):
+                table.loading.wait(60)  # type: ignore[union-attr]
+
+
+def test_the_bytes_of_the_first_are_counted_where_only_all_are_told() -> None:
+    """Of a reader that tells its payload: the first episodes have most of it."""
+
+    class Told(Reader):
+        def __iter__(self) -> Iterator[Episode]:
+            for number, episode in enumerate(super().__iter__()):
+                yield Episode({**episode, "task": "y" * (1000 if number < 2 else 1)})
+
+    reader = Told()
+    reader.payload = 2004
+    with load(reader, max_bytes=1500, progress=False) as table:
+        assert len(table) == 1
+    with load(reader, max_bytes=2200, progress=False) as table:
+        assert len(table) == 2
+    with load(reader, max_bytes=4000, progress=False) as table:
+        assert len(table) == 6

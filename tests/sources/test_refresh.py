@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,6 +195,41 @@ def test_a_rate_limiter_holds_the_fetch_and_the_draws() -> None:
             table.sample(1)
             assert loading.num_loaded * 2 - table.stats().num_sampled <= 2 * 4 + 8
         assert not loading.done
+
+
+def test_several_threads_read_ahead() -> None:
+    """What takes long to be fetched; the order stays."""
+
+    class Far(Numbered):
+        def between(self, first: int, last: int) -> Iterator[Episode]:
+            assert barrier.wait(30) >= 0
+            return super().between(first, last)
+
+    barrier, reader = threading.Barrier(8), Far(40)
+    with table_of(30) as table:
+        load(reader, table, refresh=Refresh(epochs=1), progress=False)
+        assert held(table) == order(Passes(reader.starts, 40, 0), 30)
+
+
+def test_draws_over_shards_are_counted() -> None:
+    """Each table goes on as the rows drawn from it by all ranks tell."""
+    tables = [table_of(5, name=f"test-refresh-{rank}-{os.getpid()}") for rank in range(2)]
+    try:
+        for rank, table in enumerate(tables):
+            load(Numbered(40), table, refresh=Refresh(epochs=2), shard=(rank, 2), progress=False)
+        with gear.distributed.Shards(tables) as shards:
+            dataset = gear.ReplayDataset(shards, batch_size=16, windows=gear.Window(1))
+            seen, drawn = set[float](), 0
+            while not all(table.loading is not None and table.loading.done for table in tables):
+                seen |= set(dataset.sample()["x"].ravel().tolist())
+                drawn += 16
+                time.sleep(0.002)
+        assert sum(table.stats().num_sampled for table in tables) == drawn
+        assert len(seen) >= 36
+    finally:
+        for table in tables:
+            table.close()
+            table.unlink()
 
 
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])

@@ -16,7 +16,8 @@ from sources_common import read_in_parts
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
-from gear_loader.sources import read_npz, read_webdataset, webdataset
+from gear_loader.sources import read_npz, read_webdataset, source_files, webdataset
+from gear_loader.utils import addresses
 
 
 def save(folder: Path, lengths: tuple[int, ...] = (3, 5, 2)) -> list[dict[str, Any]]:
@@ -279,3 +280,87 @@ def test_a_column_that_the_first_sample_lacks_is_not_left_out(tmp_path: Path) ->
         gear.load_dataset(tmp_path / "a.tar", progress=False)
     with gear.load_dataset(tmp_path / "a.tar", columns=["x.cls"], progress=False) as table:
         assert table[0]["x.cls"].tolist() == [0, 1]
+
+
+def test_files_at_addresses_are_fetched_together_and_again_when_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    system = fsspec.filesystem("memory")
+    sizes = [30, 30, 30, 200, 30, 30, 0]  # the fourth one is too large, the last one empty
+    contents = [bytes([number]) * size for number, size in enumerate(sizes)]
+    for name, value in {"WHOLE_BYTES": 100, "_GROUP_BYTES": 70, "_KEPT_BYTES": 100}.items():
+        monkeypatch.setattr(source_files, name, value)
+    asked: list[int] = []
+    kind, cut = type(system), list[int]()
+
+    def ranges(self: Any, paths: list[str], starts: Any, ends: Any, **options: Any) -> list[bytes]:
+        asked.append(len(paths))
+        found = [
+            system.cat_file(path)[begin:end] for path, begin, end in zip(paths, starts, ends, strict=True)
+        ]
+        return [each[: len(each) // 2] for each in found] if cut and cut.pop() else found
+
+    monkeypatch.setattr(kind, "cat_ranges", ranges)
+    try:
+        for number, content in enumerate(contents):
+            system.pipe(f"/files/{number}.bin", content)
+        files = source_files.files_of("memory://files", (".bin",))
+        for order in (range(7), range(7), (5, 0, 3, 4)):
+            for number in order:
+                with files.open(files[number]) as file:
+                    assert file.read() == contents[number]
+            assert sum(map(len, files._kept.values())) <= 100
+        assert asked[:3] == [2, 1, 2]  # files 0 and 1, 2, 4 and 5
+        asked.clear()
+        with files.open(files[0], whole=False) as file:
+            assert file.read(2) == contents[0][:2]
+        assert not asked
+        cut += [1]
+        with source_files.files_of("memory://files", (".bin",)).open("memory:///files/0.bin") as file:
+            assert file.read() == contents[0]
+        assert asked == [2, 2]
+        monkeypatch.setattr(addresses, "DEADLINE_SECONDS", 0.2)
+        cut += [1] * 100
+        with pytest.raises(
+            SourceError, match=r"files/0.bin cannot be read: .*bytes arrived; expected \[30, 30\]"
+        ):
+            source_files.files_of("memory://files", (".bin",)).open("memory:///files/0.bin")
+    finally:
+        system.rm("/files", recursive=True)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that it leaves open
+def test_what_webdataset_writes_and_reads(tmp_path: Path) -> None:
+    """Two shards of its own writer, step by step, beside its own decoders."""
+    owner = pytest.importorskip("webdataset")
+    pytest.importorskip("pyarrow")
+    random = np.random.default_rng(0)
+    with owner.ShardWriter(f"{tmp_path}/%02d.tar", maxcount=4, verbose=0) as sink:
+        for number in range(7):
+            sink.write(
+                {
+                    "__key__": f"run/{number // 4}/{number:03}",
+                    "state.npy": random.normal(size=(2, 3)).astype(np.float32),
+                    "png": random.integers(0, 256, (4, 6, 3), np.uint8),
+                    "cls": number - 3,
+                    "txt": f"Tür {number}",
+                    "json": {"reward": number / 4, "done": number % 4 == 3},
+                    "bin": bytes([number, 0]),
+                }
+            )
+    shards = sorted(str(path) for path in tmp_path.iterdir())
+    samples = list(owner.WebDataset(shards, shardshuffle=False, empty_check=False).decode("rgb8"))
+    assert len(samples) == 7
+    with gear.load_dataset(f"webdataset:{tmp_path}", progress=False) as table:
+        assert table.lengths().tolist() == [4, 3]
+        for number, sample in enumerate(samples):
+            episode, step = table[number // 4], number % 4
+            np.testing.assert_array_equal(episode["state.npy"][step], sample["state.npy"])
+            np.testing.assert_array_equal(episode["png"][step], sample["png"])
+            assert episode["cls"][step] == sample["cls"]
+            assert episode["txt"][step] == sample["txt"]
+            assert episode["json.reward"][step] == sample["json"]["reward"]
+            assert bool(episode["json.done"][step]) == sample["json"]["done"]
+            assert episode["bin"][step] == sample["bin"]

@@ -5,6 +5,7 @@ tests/data/robots/make.py wrote the data sets, and next to each what its owner's
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import shutil
@@ -87,6 +88,35 @@ def test_lerobot_equals_the_owners_reading(name: str) -> None:
         frames = [expected[f"{e}/observation.images.top"][[0, at]] for e, at in ((1, 1), (2, 0))]
         found = batch["observation.images.top"].permute(0, 1, 4, 2, 3)[..., ::4, ::4]
         np.testing.assert_array_equal(found.numpy(), np.stack(frames))
+
+
+@pytest.mark.parametrize("name", LEROBOT)
+def test_decoded_images_and_videos_are_those_of_a_batch(name: str, copy: Callable[[str], Path]) -> None:
+    for package in ("av", "PIL", "pyarrow"):
+        pytest.importorskip(package)
+    source = f"lerobot:{DATA / name}"
+    kept = gear.load_dataset(source, progress=False)
+    table = gear.load_dataset(source, decode=True, wait=False, progress=False)
+    table.loading.wait()
+    assert [column.codec for column in table.schema.values()] == [None] * len(table.schema)
+    for number in range(len(kept)):
+        for column, values in kept[number].items():
+            found = table[number][column]
+            assert found == values if isinstance(values, str) else torch.equal(found, values), column
+    root, parquet, pyarrow = (
+        copy(name),
+        importlib.import_module("pyarrow.parquet"),
+        importlib.import_module("pyarrow"),
+    )
+    file = min(root.glob("data/*/*.parquet"))
+    rows = parquet.read_table(file)
+    place = rows.column_names.index("observation.images.wrist")
+    images = rows.column(place).to_pylist()
+    images[1]["bytes"] = images[1]["bytes"][:60]
+    damaged = pyarrow.array(images, rows.schema.field(place).type)
+    parquet.write_table(rows.set_column(place, rows.schema.field(place), damaged), file)
+    with pytest.raises(SourceError, match=r"episode 0: column 'observation.images.wrist', step 1 is damaged"):
+        gear.load_dataset(f"lerobot:{root}", decode=True, progress=False)
 
 
 @pytest.mark.parametrize("name", LEROBOT)
