@@ -1,126 +1,88 @@
-"""TransferQueue with samples in a table: a run that is killed whole, and the next one, that has all that was put."""
+"""TransferQueue with samples in a table: a run that is killed, and what a new controller is told of it.
+
+Its own tests, which start Ray, run on ours in test_own_tests.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import gear_loader as gear
 from gear_loader.storage.shared_memory import region_path
 
-pytest.importorskip(
-    "transfer_queue", reason="needs TransferQueue: make peers ARGS='.peers transferqueue', test_own_tests.py"
+controllers = pytest.importorskip(
+    "transfer_queue.controller",
+    reason="needs TransferQueue: make peers ARGS='.peers transferqueue', test_own_tests.py",
 )
-psutil = pytest.importorskip("psutil")
+owners = pytest.importorskip("gear_loader.integrations.transfer_queue_owner")
+restoring = pytest.importorskip("gear_loader.integrations.transfer_queue_restoring")
 
 PROGRAM = """
-import json, os, signal, sys, time
-import gear_loader.integrations.transfer_queue
-import ray, torch, transfer_queue as tq
-from omegaconf import OmegaConf
-from tensordict import TensorDict
+import os, signal, sys
+import numpy as np, torch
+from gear_loader.integrations.transfer_queue_fields import packed
+from gear_loader.integrations.transfer_queue_owner import BackendOptions, TableOwner
 
-name, path, again = sys.argv[1:]
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-ours = {"name": name, "path": path, "memory": "64MiB", "sync": True, "sync_seconds": 100.0}
-tq.init(OmegaConf.create({"backend": {"storage_backend": "GearLoader", "GearLoader": ours}}))
+owner = TableOwner(BackendOptions(name=sys.argv[1], path=sys.argv[2], memory="16MiB", sync=True, sync_seconds=100.0))
 
-def fields(numbers):
-    texts = [f"text {i}" for i in numbers]
-    ids = torch.nested.as_nested_tensor([torch.arange(i + 1) for i in numbers], layout=torch.jagged)
-    return TensorDict({"ids": ids, "score": torch.tensor(numbers) * 1.0, "text": texts}, batch_size=len(numbers))
+def put(partition, rows, version, **fields):
+    owner.put(np.array(rows), fields, [packed([partition, f"k{i}", {"version": version}], "tag") for i in rows])
 
-def put(numbers):
-    tq.kv_batch_put([f"key{i}" for i in numbers], f"train{numbers[0] // 20}", fields=fields(numbers),
-                    tags=[{"step": i} for i in numbers])
-
-@ray.remote(num_cpus=0)
-def elsewhere(numbers):
-    put(numbers)  # a process that imports nothing of ours by itself
-    return os.getpid()
-
-if again == "no":
-    put([0, 1, 2, 3, 4])
-    ray.get(elsewhere.remote([20, 21, 22]))
-    owner = ray.get_actor(f"GearLoader-{name}", namespace="transfer_queue")
-    killed = ray.get(owner.__ray_call__.remote(lambda self: os.getpid()))
-    os.kill(killed, signal.SIGKILL)
-    put([5, 6])
-    tq.kv_clear(["key1", "key5"], "train0")
-    late = TensorDict({"advantage": torch.tensor([0.5, 2.5])}, batch_size=2)
-    tq.kv_batch_put(["key0", "key2"], "train0", fields=late)
-    print("put", flush=True)
-    time.sleep(100)
-left = {key: tag["step"] for part in tq.kv_list().values() for key, tag in part.items()}
-assert sorted(left) == sorted(f"key{i}" for i in (0, 2, 3, 4, 6, 20, 21, 22)), left
-for numbers, part in (([6, 0, 3, 2, 4], "train0"), ([22, 20, 21], "train1")):
-    keys = [f"key{i}" for i in numbers]
-    assert [left[key] for key in keys] == numbers
-    found = tq.kv_batch_get(keys, part, select_fields=["ids", "score", "text"])
-    assert [each.tolist() for each in found["ids"].unbind()] == [list(range(i + 1)) for i in numbers]
-    assert found["score"].tolist() == numbers
-    assert list(found["text"]) == [f"text {i}" for i in numbers]
-assert tq.kv_batch_get(["key2", "key0"], "train0", select_fields="advantage")["advantage"].tolist() == [2.5, 0.5]
-put([7, 1])
-assert tq.kv_batch_get(["key1", "key0"], "train0", select_fields="score")["score"].tolist() == [1, 0]
-tq.close()
-print("all there", flush=True)
+for partition, rows in (("train", [0, 1, 2, 3]), ("test", [7, 8])):
+    ids = torch.nested.as_nested_tensor([torch.arange(i + 1) for i in rows], layout=torch.jagged)
+    put(partition, rows, 1, ids=ids, text=[str(i) for i in rows], score=torch.tensor(rows) * 1.0)
+owner.remove(np.array([1]))
+put("train", [2], 2, late=torch.ones(1, 3))
+owner.flush()
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "transfer-queue.md"
-ENVIRONMENT = {**os.environ, "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
+
+def controller() -> Any:
+    """A controller without Ray and sockets."""
+    kind = controllers.TransferQueueController.__ray_metadata__.modified_class
+    made = kind.__new__(kind)
+    made.partitions, made.index_manager = {}, controllers.PartitionIndexManager()
+    made.controller_id = "controller"
+    return made
 
 
 @pytest.mark.long
-def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
-    name = f"page-{np.random.default_rng().integers(1 << 40)}"
-    (found,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.S | re.M)
-    program = found.replace('{"memory"', f'{{"name": "{name}", "memory"')
+@pytest.mark.parametrize("lost", ["processes", "memory"])
+def test_what_a_killed_run_had_put_is_told_to_the_next_controller(tmp_path: Path, lost: str) -> None:
+    name, path = f"killed-{np.random.default_rng().integers(1 << 40)}", str(tmp_path / "disk")
+    done = subprocess.run([sys.executable, "-c", PROGRAM, name, path], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    if lost == "memory":
+        os.unlink(region_path(name))
+    owner = owners.TableOwner(owners.BackendOptions(name=name, memory="16MiB", path=path))
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count("'prompt7-1': {'version': 3}") == 2, done.stdout
+        new = controller()
+        assert restoring.restore(new, owner.samples()) == 5
+        train, test = new.partitions["train"], new.partitions["test"]
+        assert train.keys_mapping == {"k0": 0, "k2": 2, "k3": 3}
+        assert {row: tag["version"] for row, tag in train.custom_meta.items()} == {0: 1, 2: 2, 3: 1}
+        assert test.keys_mapping == {"k7": 7, "k8": 8}
+        assert train.field_metadata["ids"].per_sample_shapes == {0: (1,), 2: (3,), 3: (4,)}
+        found = new.kv_retrieve_meta(["k2", "k0"], "train")
+        assert (found.global_indexes, sorted(found.field_names)) == ([2, 0], ["ids", "score", "text"])
+        batch = owner.get(np.array(found.global_indexes), found.field_names)
+        assert [ids.tolist() for ids in batch["ids"].unbind()] == [[0, 1, 2], [0]]
+        assert (batch["text"], batch["score"].tolist()) == (["2", "0"], [2.0, 0.0])
+        assert torch.equal(owner.get(np.array([2]), ["late"])["late"].unbind()[0], torch.ones(3))
+        fresh = new.kv_retrieve_meta([f"new{i}" for i in range(9)], "train", create=True).global_indexes
+        assert not {0, 2, 3, 7, 8}.intersection(fresh)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(region_path(name))
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_whole_and_its_machines_memory_lost(tmp_path: Path) -> None:
-    name = f"killed-{np.random.default_rng().integers(1 << 40)}"
-    command = [sys.executable, "-c", PROGRAM, name, str(tmp_path / "disk")]
-    first = subprocess.Popen(
-        [*command, "no"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
-    assert first.stdout is not None
-    assert first.stderr is not None
-    said = first.stdout.readline()
-    whole = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
-    for each in whole:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.send_signal(signal.SIGKILL)
-    psutil.wait_procs(whole, timeout=30)
-    assert said == "put\n", first.communicate(timeout=30)[1][-3000:]
-    first.communicate(timeout=30)
-    os.unlink(region_path(name))
-    try:
-        second = subprocess.run(
-            [*command, "yes"], capture_output=True, text=True, env=ENVIRONMENT, timeout=280
-        )
-        assert second.stdout.endswith("all there\n"), second.stdout[-1000:] + second.stderr[-3000:]
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(region_path(name))
+        owner.__ray_shutdown__()
+    assert not os.path.exists(region_path(name)), "it is on the disk"
+    with gear.Table.load(path) as saved:
+        assert len(saved) == 6 + 2  # and the two sets of fields
