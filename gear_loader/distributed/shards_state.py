@@ -111,7 +111,7 @@ def _joined(parts: list[dict[str, Any]], count: int) -> dict[str, Any]:
     weighs = parts[0]["weights"] is not None
     whole = {name: value for name, value in parts[0].items() if name != "rows"}
     for name in ("ids", "steps", "weights") if weighs else ("ids", "steps"):
-        whole[name] = torch.zeros(count, dtype=parts[0][name].dtype)
+        whole[name] = torch.zeros(count, dtype=parts[0][name].dtype, device="cpu")
         for part in parts:
             whole[name][part["rows"]] = part[name]
     return whole

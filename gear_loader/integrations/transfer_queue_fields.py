@@ -209,8 +209,9 @@ def _more(code: int, data: bytes) -> Any:
         return tuple(found)
     name, shape, content = found
     if code == _TENSOR:
-        memory = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0)
-        return memory.view(dtype_of(name)).reshape(shape) if content else _nothing(name, shape)
+        if not content:
+            return _nothing(name, shape)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype_of(name)).reshape(shape)
     if name == "O":
         array: Array = np.empty(len(content), dtype=object)
         array[:] = content
@@ -220,7 +221,7 @@ def _more(code: int, data: bytes) -> Any:
 
 
 def _nothing(name: str, shape: Sequence[int]) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype_of(name))
+    return torch.empty(tuple(shape), dtype=dtype_of(name), device="cpu")
 
 
 # ---------------------------------------------------------------- reading

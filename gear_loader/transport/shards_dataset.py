@@ -263,9 +263,11 @@ class ShardsDataset(RemoteDataset):
             )
         rows = {"index": index, "generation": generation, "anchor": anchor, "priority": priority}
         columns = {
-            name: torch.as_tensor(each).detach().cpu() for name, each in rows.items() if each is not None
+            name: torch.as_tensor(each, device="cpu").detach()
+            for name, each in rows.items()
+            if each is not None
         }
-        which = torch.as_tensor(shard).cpu()
+        which = torch.as_tensor(shard, device="cpu")
         wrong = (which < 0) | (which >= len(self._parts))
         if any(each.shape != which.shape for each in columns.values()) or bool(wrong.any()):
             raise SchemaError(
