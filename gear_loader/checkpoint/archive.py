@@ -73,11 +73,11 @@ class Archive:
         )
         self.error: str | None = None
         self._queue: tuple[Segment, ...] = ()
-        self._confirmed: dict[
-            int, str
-        ] = {}  # uploaded segments that no known manifest names yet: their addresses
+        # Addresses of uploaded segments that no known manifest names yet.
+        self._confirmed: dict[int, str] = {}
         self._damaged: set[int] = set()
         self._named: frozenset[str] = frozenset()
+        self._follows = False  # whether `_named` is known
         self._moved: tuple[Segment, ...] = ()
         self._unsettled = False
         self._released: set[int] = set()
@@ -103,6 +103,7 @@ class Archive:
         self._named = frozenset(
             segment.archive for segments in both for segment in segments if segment.archive
         )
+        self._follows = True
         local = {segment.number for segments in both for segment in segments if not segment.archive}
         now = () if manifest is None else manifest.segments
         self._moved = tuple(each for each in now if each.archive and each.number not in local)
@@ -190,6 +191,8 @@ class Archive:
 
     def _remove_objects(self) -> bool:
         """Remove objects that are not needed; return whether all are."""
+        if not self._follows:
+            return True
         # An address is in `_confirmed` until `_named` has it, so that is read last.
         confirmed = set(self._confirmed.values())
         doomed = self._known - confirmed - self._named
