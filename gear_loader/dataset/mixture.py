@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.errors import SchemaError
 from gear_loader.selection.random import uniforms
 from gear_loader.utils.arrays import shown
+from gear_loader.utils.background import closed_at_end
 from gear_loader.utils.checks import at_least, integer, one_of
 
 _ROWS = 0x6D697874  # random number stream of the sources of rows
@@ -159,9 +160,9 @@ class Mixture(IterableDataset[Batch]):
         if error is not None:
             return refuse(error)
         self._position.current = self._position.next()
-        return self._iterate(number, workers, in_worker=info is not None)
+        return closed_at_end(self._iterate(number, workers, in_worker=info is not None))
 
-    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
+    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Generator[Batch]:
         lock = next(iter(self.sources.values())).table._engine.region.lock
         epoch, before, step = self._position.begin(lock.run)
         # An endless iteration goes on behind those before it.

@@ -9,7 +9,7 @@ import math
 import os
 import queue
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -52,6 +52,7 @@ from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, shown
+from gear_loader.utils.background import closed_at_end
 from gear_loader.utils.captures import beside_captures, refuse_capture
 from gear_loader.utils.checks import at_least, one_of
 from gear_loader.utils.device_option import device_of
@@ -438,9 +439,9 @@ class ReplayDataset(IterableDataset[Batch]):
         if error is not None:
             return refuse(error)
         self._position.current = self._position.next()
-        return self._iterate(number, workers, in_worker=info is not None)
+        return closed_at_end(self._iterate(number, workers, in_worker=info is not None))
 
-    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
+    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Generator[Batch]:
         # A generator: an iterator dropped before its first request does not use up an epoch.
         refuse_capture(self.device, "a batch")
         position = self._position

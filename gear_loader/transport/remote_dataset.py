@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -81,7 +81,7 @@ class RemoteDataset(ReplayDataset):
 
     # ---------------------------------------------------------------- batches
 
-    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
+    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Generator[Batch]:
         refuse_capture(self.device, "a batch")
         position, link = self._position, self._link
         epoch, before, step = position.begin(lambda call: call())

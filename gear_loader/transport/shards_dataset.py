@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NoReturn
 
@@ -101,7 +101,7 @@ class ShardsDataset(RemoteDataset):
 
     # ---------------------------------------------------------------- batches
 
-    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
+    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Generator[Batch]:
         refuse_capture(self.device, "a batch")
         most, position = self.batches_per_epoch, self._position
         if most is None:

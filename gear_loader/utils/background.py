@@ -17,18 +17,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 from gear_loader.utils.mutex import uninterrupted
 
 _EXIT_TIMEOUT = 5.0  # seconds that the end of the interpreter waits for all threads
 
+_T = TypeVar("_T")
 _Stop = Callable[[], object]
 # Of each thread at work, the object that can ask it to end, and the method that does. Without callbacks of weak
 # references: Python calls them while it tears objects down, and an exception of a signal handler is lost in them.
 _Asks = tuple["weakref.ref[Any]", Callable[[Any], object]] | None
 _threads: dict[threading.Thread, _Asks] = {}
+_iterators: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 _ending = False
 
 
@@ -81,6 +83,12 @@ class _Thread(threading.Thread):
         uninterrupted(begin)
 
 
+def closed_at_end(iterator: Generator[_T]) -> Generator[_T]:
+    """Let an iterator that is still open when the interpreter ends be closed before Python clears the modules."""
+    _iterators.add(iterator)
+    return iterator
+
+
 def is_ending() -> bool:
     """Whether the process ends, and threads started now would not be waited for."""
     return _ending
@@ -112,6 +120,9 @@ def _ask(asks: _Asks) -> None:
 def _end_all() -> None:
     global _ending
     _ending = True
+    for iterator in list(_iterators):
+        with contextlib.suppress(Exception):  # a daemon thread may be in the middle of it
+            iterator.close()
     alive = [(thread, asks) for thread, asks in _registered() if thread.ident is None or thread.is_alive()]
     for _, asks in alive:
         _ask(asks)

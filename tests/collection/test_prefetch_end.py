@@ -260,3 +260,22 @@ def test_a_daemon_thread_that_asks_for_batches_at_the_end_of_the_process() -> No
         if (found := (done.returncode, done.stdout, done.stderr)) != UNWOUND:
             break
     assert found == (0, "", "")
+
+
+OPEN = """
+import torch
+import gear_loader as gear
+
+table = gear.Table.create({"x": gear.Column(torch.int64)}, max_steps=100, max_trajectories=10)
+table.extend([{"x": torch.arange(10)} for _ in range(10)])
+one, two = (gear.ReplayDataset(table, batch_size=size, windows=gear.Window(2), batches_per_epoch=9, seed=size)
+            for size in (4, 8192))
+iterators = [iter(one), iter(two), iter(gear.Mixture({"a": (one, 0.5), "b": (two, 0.5)}, batch_size=4))]
+for iterator in iterators:
+    next(iterator)
+"""
+
+
+def test_iterators_that_are_open_at_the_end_of_the_process_end_without_a_word() -> None:
+    done = subprocess.run([sys.executable, "-c", OPEN], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
