@@ -130,15 +130,18 @@ class TableReader:
         else:
             ticket = Ticket()
             try:
-                begin, readers = ticket.begin_unchanged, self._readers
-                if not self._recovery.lock.run(begin, readers, counter, since, samples):
-                    return False
-                bad = loop(*tables, HELD, 0, *given)
-                if not bad:
-                    batch.read_values()
-                    ticket.counted = 0  # they stay counted
+                try:
+                    begin, readers = ticket.begin_unchanged, self._readers
+                    if not self._recovery.lock.run(begin, readers, counter, since, samples):
+                        return False
+                    bad = loop(*tables, HELD, 0, *given)
+                    if not bad:
+                        batch.read_values()
+                        ticket.counted = 0  # they stay counted
+                finally:
+                    ticket.end()
             finally:
-                ticket.end()
+                ticket.end()  # again: the call above may be interrupted
                 if ticket.counted:
                     self.undo(ticket)
         if bad > 0:
