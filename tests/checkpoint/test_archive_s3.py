@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -129,8 +130,9 @@ def test_each_request_of_an_upload_may_fail(tmp_path: Path, store: ObjectStore, 
     assert at > 6
 
 
-def fill(path: Path, address: str, planned: Any) -> None:
-    """What the process that is killed does."""
+def fill(environment: dict[str, str], path: Path, address: str, planned: Any) -> None:
+    """What the process that is killed does; `environment`: of the test, later than that of the fork server."""
+    os.environ.update(environment)
     _be_impatient(setattr)
     with gear.Table.recover(disk_at(path, address)) as table:
         planned.send(None)
@@ -157,8 +159,9 @@ def test_the_owner_may_be_killed_at_a_request(tmp_path: Path, store: ObjectStore
             table.save(path)
             wait_until(lambda path=path: is_moved(path))  # type: ignore[misc]
         mine, theirs = context.Pipe()
-        process = context.Process(target=fill, args=(path, address, theirs))
+        process = context.Process(target=fill, args=(dict(os.environ), path, address, theirs))
         process.start()
+        theirs.close()
         mine.recv()
         store.plan(at=at, act=("kill-body", "kill-lost")[at // 2 % 2], pid=process.pid)
         mine.send(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -120,8 +121,9 @@ def test_each_request_of_a_save_may_fail(store: ObjectStore, act: str) -> None:
     assert failures == 0 if act not in ("403", "404") else failures > 3
 
 
-def load_and_save(address: str, number: int, planned: Any) -> None:
-    """What the process that is killed does."""
+def load_and_save(environment: dict[str, str], address: str, number: int, planned: Any) -> None:
+    """What the process that is killed does; `environment`: of the test, later than that of the fork server."""
+    os.environ.update(environment)
     bucket._PART_BYTES = 5 << 20
     table = gear.Table.load(address)
     add(table, number)
@@ -139,8 +141,9 @@ def test_a_saving_process_may_be_killed_at_each_request(store: ObjectStore, act:
         address = f"s3://bucket/{act}-{at}"  # files of killed saves make more requests
         table.save(address)
         mine, theirs = context.Pipe()
-        process = context.Process(target=load_and_save, args=(address, 1, theirs))
+        process = context.Process(target=load_and_save, args=(dict(os.environ), address, 1, theirs))
         process.start()
+        theirs.close()
         mine.recv()
         store.plan(at=at, act=act, pid=process.pid)
         mine.send(None)
