@@ -66,11 +66,8 @@ class Archive:
     """
 
     def __init__(self, address: str, directory: Directory, schema: Schema) -> None:
-        self._bucket, self._directory, self._schema = (
-            Bucket.at_address(address, write=True),
-            directory,
-            schema,
-        )
+        self._bucket = Bucket.at_address(address, write=True)
+        self._directory, self._schema = directory, schema
         self.error: str | None = None
         self._queue: tuple[Segment, ...] = ()
         # Addresses of uploaded segments that no known manifest names yet.
@@ -285,9 +282,8 @@ class Archive:
                 file.compare(chunk, xxhash.xxh3_64(view))
             except CheckpointError:
                 if file.fd >= 0:
-                    self._damaged.add(
-                        segment.number
-                    )  # on the disk; readers of its trajectories will find out
+                    # On the disk; readers of its trajectories will find out.
+                    self._damaged.add(segment.number)
                 raise
             yield view
 

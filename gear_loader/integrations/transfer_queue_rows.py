@@ -81,9 +81,8 @@ class Rows:
         count = table._engine.index.arrays.num_slots
         self._lock = threading.RLock()
         self._sets: dict[int, _Set] = {}
-        self._known: Array = np.full(
-            (3, count), -2, dtype=np.int64
-        )  # generation, row, set of fields, of each slot
+        # Generation, row and set of fields of each slot.
+        self._known: Array = np.full((3, count), -2, dtype=np.int64)
         self._snapshot: Snapshot | None = None
         self._numbers: Array = np.empty(0, dtype=np.int64)  # set of fields of each trajectory of the snapshot
         self._places: dict[int, Array] = {}  # set of fields -> trajectory of the snapshot, by row; -1
@@ -119,7 +118,7 @@ class Rows:
         return True
 
     def _once(self, name: str, slots: Array) -> Array:
-        """FieldValues of a column per trajectory, int64 [n]."""
+        """Values of a column per trajectory, int64 [n]."""
         engine = self.table._engine
         data, arrays = engine.region.column(name), engine.index.arrays
         blocks = arrays.block_ids[np.clip(arrays.extent[slots, 1], 0, len(arrays.block_ids) - 1)]

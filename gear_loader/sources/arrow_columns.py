@@ -247,9 +247,8 @@ class Scan:
         if self._leaf.kind != "image" or "" in self._formats:
             return
         for value in getattr(array, "dictionary", array):
-            blob = memoryview(value.as_buffer()).cast(
-                "B"
-            )  # pyarrow's are of signed bytes, which simplejpeg refuses
+            # pyarrow's are of signed bytes, which simplejpeg refuses.
+            blob = memoryview(value.as_buffer()).cast("B")
             name = image_codec(blob)
             self._formats.add(name)
             size = _image_size(name, blob) if name else None

@@ -110,9 +110,8 @@ def _listed(address: str, suffixes: tuple[str, ...]) -> dict[str, int | None]:
         found = system.glob(path, detail=True)
     else:
         found = {}
-        with contextlib.suppress(
-            FileNotFoundError, PermissionError
-        ):  # of a directory, whose files can be listed
+        # Directories may have no entry; their files can be listed.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             found[path] = system.info(path)
         if not found or found[path]["type"] != "file":
             found = system.find(path, detail=True)

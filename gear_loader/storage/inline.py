@@ -283,8 +283,12 @@ def draw_weighed(
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _has_changed(counters: Any, counter: Any, value: Any) -> Any:
-    return counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[counter] != value
+def _can_draw(counters: Any, counter: Any, value: Any) -> Any:
+    """Whether nothing lies on disk only and, unless `value` is HELD, a counter has it and the index is in order."""
+    unchanged = value == HELD or (
+        counters[DIRTY] == 0 and counters[INITIALIZED] != 0 and counters[counter] == value
+    )
+    return unchanged and counters[NUM_SPILLED] == 0
 
 
 @compiled
@@ -322,9 +326,7 @@ def uniform_batch(  # type: ignore[no-untyped-def]
         only.
     """
     counters = _int64(index, 0)
-    if version != HELD and _has_changed(counters, VERSION, version):
-        return UNCHANGED
-    if counters[NUM_SPILLED] != 0:
+    if not _can_draw(counters, VERSION, version):
         return UNCHANGED
     names = carray(pointer(batch[0, 0]), (3, batch[0, 1]), np.int64)
     draw_uniform(items, steps, anchor, first, stride, seed, step, epoch, names)
@@ -373,9 +375,7 @@ def prioritized_batch(  # type: ignore[no-untyped-def]
         As `uniform_batch`; also UNCHANGED if every leaf is 0.
     """
     counters = _int64(index, 0)
-    if position != HELD and _has_changed(counters, NUM_TOUCHED, position):
-        return UNCHANGED
-    if counters[NUM_SPILLED] != 0:
+    if not _can_draw(counters, NUM_TOUCHED, position):
         return UNCHANGED
     if not draw_weighed(
         index, tree, wide_depth, item_steps, anchor, key, anchor_key, step, least, beta, scale, drawn
@@ -412,9 +412,7 @@ def uniform_packed(  # type: ignore[no-untyped-def]
         batch: places of a `PackedInline`. spans, returns: of no meaning. The others: as for `uniform_batch`.
     """
     counters = _int64(index, 0)
-    if version != HELD and _has_changed(counters, VERSION, version):
-        return UNCHANGED
-    if counters[NUM_SPILLED] != 0:
+    if not _can_draw(counters, VERSION, version):
         return UNCHANGED
     count = batch[0, 1]
     names = carray(pointer(batch[0, 0]), (3, count), np.int64)

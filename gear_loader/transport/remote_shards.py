@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,9 +59,8 @@ class RemoteShards:
                 )
         local = [number for number, table in enumerate(self.tables) if isinstance(table, Table)]
         numbers = local or list(range(len(self.tables)))
-        start = secrets.randbelow(
-            len(numbers)
-        )  # so that processes with one writer each do not all take the same
+        # So that processes with one writer each do not all take the same.
+        start = secrets.randbelow(len(numbers))
         self._numbers = itertools.cycle(numbers[start:] + numbers[:start])
         self._sampled: Any = None
 
@@ -131,12 +131,17 @@ class RemoteShards:
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Close the tables, those of servers after what was committed has been stored."""
+        """Close the tables, those of servers after what was committed has been stored.
+
+        Raises:
+            As `RemoteTable.close` and `Table.close` of a table; the others are closed all the same.
+        """
         kept, self._sampled = self._sampled, None
         for _, dataset in [] if kept is None else kept.datasets:
             dataset.close()
-        for table in self.tables:
-            table.close()
+        with contextlib.ExitStack() as tables:
+            for table in self.tables:
+                tables.callback(table.close)
 
     def __enter__(self) -> RemoteShards:
         return self

@@ -38,7 +38,6 @@ from gear_loader.utils.waiting import Backoff
 _SHARDS, _SEEDS = 0x73686172, 0x73656564  # streams of random numbers: shards of rows, seeds of shards
 _ITERATION, _SAMPLE = 0, 1  # streams of batches
 _LONGEST = 0.1  # seconds between two looks at empty shards
-_NAMES = ("index", "generation", "anchor")
 
 
 class ShardsOrigin(RemoteOrigin):

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 from gear_loader.utils.mutex import uninterrupted
@@ -120,10 +120,14 @@ def _ask(asks: _Asks) -> None:
 def _end_all() -> None:
     global _ending
     _ending = True
-    for iterator in list(_iterators):
+    for iterator in _listed(_iterators):
         with contextlib.suppress(Exception):  # a daemon thread may be in the middle of it
             iterator.close()
-    alive = [(thread, asks) for thread, asks in _registered() if thread.ident is None or thread.is_alive()]
+    alive = [
+        (thread, asks)
+        for thread, asks in _listed(_threads.items())
+        if thread.ident is None or thread.is_alive()
+    ]
     for _, asks in alive:
         _ask(asks)
     deadline = time.monotonic() + _EXIT_TIMEOUT
@@ -132,10 +136,10 @@ def _end_all() -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _registered() -> list[tuple[threading.Thread, _Asks]]:
+def _listed(registered: Iterable[_T]) -> list[_T]:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has registered one meanwhile
-            return list(_threads.items())
+            return list(registered)
 
 
 # `weakref` runs the finalizers of what threads use in a handler that the first finalizer registers. The newest handler

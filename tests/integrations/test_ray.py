@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray_common import ray_directory
 from waiting_common import wait_until
 
 import gear_loader as gear
@@ -28,14 +29,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="needs pip install '.[ray]'")
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as patch:
-        # A short path: sockets lie in it.
-        for name, value in {
-            "HOME": folder,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled",
-        }.items():
-            patch.setenv(name, value)
+    with ray_directory() as folder:
         ray.init(
             num_cpus=4,
             include_dashboard=False,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ray_common import ray_directory
 from waiting_common import wait_until
 
 import gear_loader as gear
@@ -28,13 +28,7 @@ def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="needs pip install '.[ray]'")
     from ray.cluster_utils import Cluster
 
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "HOME": folder,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled",
-        }.items():
-            patch.setenv(name, value)
+    with ray_directory() as folder:
         made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         try:
             second = made.add_node(**NODE)

@@ -154,11 +154,21 @@ class ObjectStore:
 
 @contextlib.contextmanager
 def object_store() -> Iterator[ObjectStore]:
-    """Start the process, and end it with the block."""
+    """Start the process and make ``s3://bucket``, which the environment leads to; end the process with the block."""
+    import fsspec
+    import pytest
+
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, __file__], **pipes) as process:  # type: ignore[call-overload]
         try:
-            yield ObjectStore(int(process.stdout.readline()))
+            store = ObjectStore(int(process.stdout.readline()))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("AWS_ENDPOINT_URL", store.url)
+                patch.setenv("AWS_ACCESS_KEY_ID", "test")
+                patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+                patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+                fsspec.filesystem("s3").mkdir("bucket")
+                yield store
         finally:
             process.kill()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gear_loader as gear
-from gear_loader.errors import SchemaError
+from gear_loader.errors import CheckpointError, SchemaError, TableClosedError
 from gear_loader.transport import RemoteShards
 
 SCHEMA = {"number": gear.Column(torch.int64)}
@@ -158,3 +158,19 @@ def test_writers_take_tables_of_this_machine(shards: RemoteShards) -> None:
     assert mine.extend([trajectory(1)] * 3)[1].shape == (3,)
     shards_of = mine.sample(64, device="cpu")["shard"]
     assert set(shards_of.tolist()) == {0, 1, 2}
+
+
+def test_an_error_of_one_table_leaves_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [gear.Table.create(SCHEMA, **SIZES) for _ in range(3)]
+
+    def fail() -> None:
+        raise CheckpointError("the disk is full")
+
+    with tables[1], monkeypatch.context() as patch:
+        patch.setattr(tables[1], "close", fail)
+        with pytest.raises(CheckpointError, match="full"):
+            RemoteShards(tables).close()
+        patch.undo()
+    for table in tables:
+        with pytest.raises(TableClosedError):
+            table.add(trajectory(0))
