@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gear_loader.errors import SchemaError, SourceError, StaleIndexError
+from gear_loader.exports.uploads import uploaded_place
 from gear_loader.sources.episodes import Columns, requested, select
 from gear_loader.storage.codecs import CHANNELS
 from gear_loader.storage.table import Table
 from gear_loader.utils.checks import at_least, byte_count, one_of
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import is_address, local_path
 
 NEXT = "next_"
 """What the name of the observation after each step begins with."""
@@ -106,9 +107,15 @@ def trajectories(table: Table, chosen: dict[str, str], *, encoded: Collection[st
 def new_place(place: str) -> Iterator[str]:
     """A path beside `place` to write to, which is moved there in the end, or removed after an error.
 
+    For an address a path in the temporary directory, which is uploaded: see `uploaded_place`.
+
     Raises:
         SchemaError: there is something at `place` already.
     """
+    if is_address(place):
+        with uploaded_place(place) as partial:
+            yield partial
+        return
     path = local_path(place, SchemaError)
     if os.path.lexists(path):
         raise SchemaError(f"{path!r} is there already; expected a place for a new data set. Remove it first.")

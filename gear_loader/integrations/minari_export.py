@@ -21,6 +21,7 @@ from gear_loader.sources.recording import leaves
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.paths import is_address
 
 try:
     import gymnasium
@@ -76,6 +77,11 @@ def to_minari(
         StaleIndexError: a trajectory was evicted or removed meanwhile. No data set was written.
         ValueError: Minari refuses an option, or the data set exists.
     """
+    if is_address(dataset_id):
+        raise SchemaError(
+            f"{dataset_id} was received; expected the id of a data set: Minari stores it on this machine. Copy the "
+            "directory of the data set, its storage.data_path, to the address afterwards. Nothing was written."
+        )
     chosen = exported_columns(
         table,
         columns,

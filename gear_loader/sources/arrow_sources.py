@@ -13,8 +13,11 @@ from gear_loader.sources.arrow_episode_rows import EpisodeRows
 from gear_loader.sources.arrow_episodes import StepRows
 from gear_loader.sources.arrow_rows import DatasetRows, Rows, arrow_rows, object_rows, parquet_rows, readable
 from gear_loader.sources.episodes import Columns, EpisodeReader, listing
+from gear_loader.sources.hugging_face_files import hugging_face_rows
+from gear_loader.sources.source_files import SourceFolder
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import flag, one_of
+from gear_loader.utils.paths import is_address
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -160,7 +163,8 @@ def read_hf(
 
     Args:
         name: a directory that `datasets.Dataset.save_to_disk` wrote; or what `datasets.load_dataset` takes, a name on
-            the Hub or a directory of files.
+            the Hub or a directory of files. Or the address of a directory that `save_to_disk` wrote, or of Parquet
+            files named ``<split>-...``, in it or in ``data``; these are read without the package.
         split: such as ``"train"`` or ``"train[:10%]"``; by default the only one.
         config, revision: as for `datasets.load_dataset`.
         options: as of `read_rows`.
@@ -168,6 +172,13 @@ def read_hf(
     Raises:
         SourceError, ImportError: as `read_rows`.
     """
+    if is_address(name):
+        for option, value in (("config", config), ("revision", revision)):
+            if value is not None:
+                raise SourceError(
+                    f"{option}={shown(value)} was given with {name}; expected neither with an address."
+                )
+        return _episodes(hugging_face_rows(SourceFolder(name), split), **{**_DEFAULTS, **options})
     datasets = require("datasets", "Reading a data set of Hugging Face")
     path = os.fspath(name)
     saved = any(os.path.isfile(os.path.join(path, each)) for each in ("state.json", "dataset_dict.json"))

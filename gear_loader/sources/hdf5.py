@@ -46,10 +46,10 @@ from gear_loader.sources.hdf5_file import (
     read_rows,
     readable,
 )
+from gear_loader.sources.source_files import SourceFiles, one_file
 from gear_loader.storage.schema import Column
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import flag
-from gear_loader.utils.paths import local_path
 
 _NAMES = {
     "observations": "observation",
@@ -87,7 +87,7 @@ def read_hdf5(
     next_observations; it is empty if the file has none, as the next row of observations is that of another trajectory.
 
     Args:
-        path: the file.
+        path: the file, or its address.
         columns: names of the columns to take, or {name in the table: name in the source}; a name in the
             source is the standard one or the path in the file. None takes observation, action, reward,
             terminated and truncated.
@@ -121,7 +121,7 @@ def read_hdf5(
     flag("keep_float64", keep_float64)
     flag("allow_nonfinite", allow_nonfinite)
     return HDF5Episodes(
-        local_path(path, SourceError),
+        one_file(path, "an HDF5 file"),
         columns,
         terminals=terminals,
         timeouts=timeouts,
@@ -137,7 +137,7 @@ class HDF5Episodes(EpisodeReader):
 
     def __init__(
         self,
-        path: str,
+        files: SourceFiles,
         columns: Columns,
         *,
         terminals: str,
@@ -147,10 +147,10 @@ class HDF5Episodes(EpisodeReader):
         keep_float64: bool,
         allow_nonfinite: bool,
     ) -> None:
-        self._path = path
-        source = f"The file {path!r}"
+        self._files = files
+        source = f"The file {files[0]!r}"
         self._allow_nonfinite = allow_nonfinite
-        with open_file(path, source) as file:
+        with open_file(files, source) as file:
             names = dict(_NAMES)
             names[terminals] = "terminated"
             if timeouts is not None:
@@ -260,7 +260,7 @@ class HDF5Episodes(EpisodeReader):
         row_bytes = sum(array.row_bytes for array in arrays) + 1
         # A chunk is decompressed as a whole: reading less of it at a time would do so again and again.
         rows = max(READ_BYTES // row_bytes, *(array.chunk_rows for array in arrays), 1)
-        with open_file(self._path, self.source) as file:
+        with open_file(self._files, self.source) as file:
             while first < last:
                 start = int(self._ends[first - 1]) if first else 0
                 end = min(last, max(first + 1, int(np.searchsorted(self._ends, start + rows, side="right"))))

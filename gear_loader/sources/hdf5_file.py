@@ -11,8 +11,10 @@ import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
+from gear_loader.sources.source_files import SourceFiles
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.schema import Column
+from gear_loader.utils.paths import is_address
 
 _DEPTH = 16  # most nested groups; a deeper file is assumed to contain a cycle
 
@@ -83,29 +85,41 @@ class open_file:
     """Context manager that opens an HDF5 file for reading.
 
     Args:
-        path: of the file. source: name of the file in errors.
+        files: the file, of `one_file`. source: name of the file in errors.
 
     Raises:
-        SourceError: the file does not exist or is not a readable HDF5 file.
+        SourceError: it is no readable HDF5 file, or the store that it is in fails while it is read.
     """
 
-    def __init__(self, path: str, source: str) -> None:
+    def __init__(self, files: SourceFiles, source: str) -> None:
         h5py = require("h5py", "Reading an HDF5 file")
-        if not os.path.isfile(path):
-            raise SourceError(f"{source} does not exist or is not a file; expected an HDF5 file.")
+        path = files[0]
+        if not is_address(path) and not os.path.isfile(path):
+            raise SourceError(f"{source} does not exist any more; expected data that stay as they are.")
+        self._raw = files.open(path, whole=False) if is_address(path) else None
         try:
-            self._file = h5py.File(path, "r")
+            self._file = h5py.File(path if self._raw is None else self._raw, "r")
         except Exception as error:  # the HDF5 library reports damage with several types
+            self._raise_failure()
+            size = os.path.getsize(path) if self._raw is None else self._raw.seek(0, os.SEEK_END)
             raise SourceError(
-                f"{source} ({os.path.getsize(path)} bytes) cannot be opened as HDF5: {error}. Expected a complete, "
-                "undamaged file: fetch or write it again."
+                f"{source} ({size} bytes) cannot be opened as HDF5: {error}. Expected a complete, undamaged file: "
+                "fetch or write it again."
             ) from error
+
+    def _raise_failure(self) -> None:
+        """Raise what reading an object has raised, which the HDF5 library takes for a damaged file."""
+        failure = getattr(self._raw, "failure", None)
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Any:
         return self._file
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._file.close()
+        if not isinstance(error, GeneratorExit):
+            self._raise_failure()  # even where a damaged array would have been left out
 
 
 def read_rows(file: Any, array: FileArray, start: int, stop: int) -> np.ndarray:

@@ -15,12 +15,13 @@ from gear_loader.sources.arrow_episodes import StepRows
 from gear_loader.sources.arrow_rows import parquet_rows
 from gear_loader.sources.episodes import Columns, Episode, EpisodeReader, listing, requested, select
 from gear_loader.sources.lerobot_meta import Meta
+from gear_loader.sources.source_files import SourceFolder
 from gear_loader.sources.video_files import Frames, video_column
 from gear_loader.storage.schema import Column
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import finite
 from gear_loader.utils.notices import notice
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.paths import is_address, local_path
 
 _COUNTED = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _EPISODE, _TASK, _TIME = "\nepisode", "\ntask", "\ntime"  # no names of columns
@@ -56,7 +57,7 @@ def read_lerobot(
     What ``delta_timestamps`` is there, is here a window: ``Window(at=[-0.1, 0.0], fps=10, pad="edge")``.
 
     Args:
-        path: the directory of the data set, or its name, ``user/name``: looked for in LeRobot's folder
+        path: the directory of the data set, or its address; or its name, ``user/name``: looked for in LeRobot's folder
             (``HF_LEROBOT_HOME``), then fetched from the Hub if `download`.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes all but
             timestamp, frame_index, episode_index, index and task_index.
@@ -82,14 +83,14 @@ def read_lerobot(
         raise SourceError(f"tolerance_s={shown(tolerance_s)}; expected seconds, more than 0.")
     if split is not None and episodes is not None:
         raise SourceError(f"split={split!r} and episodes= were given; expected one of them.")
-    root = _root(path, revision, download)
+    folder = SourceFolder(path if is_address(path) else _root(path, revision, download))
     source = f"The LeRobot data set {os.fspath(path)!r}"
-    meta = Meta(root, source)
+    meta = Meta(folder, source)
     wanted = None if split is None else set(meta.split(split))
     if episodes is not None:
         wanted = _numbers(episodes, meta, source)
     return LeRobotEpisodes(
-        root,
+        folder,
         meta,
         source,
         columns,
@@ -145,7 +146,7 @@ class LeRobotEpisodes(EpisodeReader):
 
     def __init__(
         self,
-        root: str,
+        folder: SourceFolder,
         meta: Meta,
         source: str,
         columns: Columns,
@@ -156,8 +157,9 @@ class LeRobotEpisodes(EpisodeReader):
         keep_float64: bool,
         allow_nonfinite: bool,
     ) -> None:
-        self._meta, self._tolerance, self.fps, self.reencoded = meta, tolerance, meta.fps, 0
-        rows = parquet_rows(os.path.join(root, "data"))
+        self._folder, self._meta, self._tolerance = folder, meta, tolerance
+        self.fps, self.reencoded = meta.fps, 0
+        rows = parquet_rows(folder.at("data"))
         stored = leaves_of(rows.schema, features_of(rows.schema))
         videos = [name for name, feature in meta.features.items() if feature.get("dtype") == "video"]
         available = [*dict.fromkeys([*meta.features, *stored]), TASK]
@@ -239,8 +241,8 @@ class LeRobotEpisodes(EpisodeReader):
     def _video_column(self, key: str, source: str) -> Column:
         av = require("av", "Reading the videos of a LeRobot data set")
         number = self._numbers[int(np.argmax(self._taken))]
-        path, _ = self._meta.video(number, key)
-        return video_column(av, path, f"{source}, episode {number}, column {key!r}")
+        name, _ = self._meta.video(number, key)
+        return video_column(av, self._folder, name, f"{source}, episode {number}, column {key!r}")
 
     def __iter__(self) -> Iterator[Episode]:
         """Read the episodes in order; see `EpisodeReader`."""
@@ -287,14 +289,15 @@ class LeRobotEpisodes(EpisodeReader):
     def _frames(self, number: int, name: str, times: np.ndarray) -> list[bytes]:
         av = require("av", "Reading the videos of a LeRobot data set")
         key = self._videos[name]
-        path, begin = self._meta.video(number, key)
+        video, begin = self._meta.video(number, key)
         times = begin + times.astype(np.float64)
         where = f"{self.source}, episode {number}, column {key!r}"
         if not np.isfinite(times).all() or (np.diff(times) < 0).any():
             raise SourceError(
                 f"{where}: timestamp falls, or is no finite number; expected ascending seconds."
             )
-        values, kept = Frames(av, path, times, self._tolerance, where).packets(self.schema[name])
+        frames = Frames(av, self._folder, video, times, self._tolerance, where)
+        values, kept = frames.packets(self.schema[name])
         if not kept:
             self.reencoded += 1
             if self.reencoded == 1:

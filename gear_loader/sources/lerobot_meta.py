@@ -23,6 +23,7 @@ import numpy as np
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.arrow_rows import readable
+from gear_loader.sources.source_files import SourceFolder
 from gear_loader.utils.arrays import shown
 
 _VERSION = re.compile(r"v?([23])\.[0-9]+")
@@ -49,15 +50,15 @@ class Meta:
     """The folder ``meta`` of a LeRobot data set.
 
     Args:
-        root: the directory of the data set. source: name in errors.
+        folder: the directory of the data set. source: name in errors.
 
     Attributes:
         version: 2 or 3. fps: frames a second. features: as of ``info.json``, by name. episodes: number of an episode ->
             its entry, with ``tasks`` and ``length``. tasks: number of a task -> its text.
     """
 
-    def __init__(self, root: str, source: str) -> None:
-        self._root, self._source = root, source
+    def __init__(self, folder: SourceFolder, source: str) -> None:
+        self._folder, self._source = folder, source
         info = self._json("meta/info.json")
         self._info = self._mapping(info, "meta/info.json")
         found = _VERSION.fullmatch(str(self._info.get("codebase_version")))
@@ -107,7 +108,7 @@ class Meta:
         return list(tasks)
 
     def video(self, number: int, key: str) -> tuple[str, float]:
-        """The file with the frames of an episode, and the seconds in it at which they begin."""
+        """The name of the file with the frames of an episode, and the seconds in it at which they begin."""
         if self.version == 2:
             chunk = int(self._number(self._info.get("chunks_size", 1000), "meta/info.json, chunks_size"))
             values = {"episode_chunk": number // max(chunk, 1), "episode_index": number, "video_key": key}
@@ -135,7 +136,7 @@ class Meta:
         path = os.path.normpath(_FIELD.sub(field, template))
         if os.path.isabs(path) or path.split(os.sep)[0] == os.pardir:
             raise SourceError(f"{self._source}: {path!r} lies outside of the data set.")
-        return os.path.join(self._root, path)
+        return path
 
     def _episodes_2(self) -> Iterator[Mapping[str, Any]]:
         for line in self._lines("meta/episodes.jsonl"):
@@ -143,19 +144,16 @@ class Meta:
 
     def _episodes_3(self) -> Iterator[Mapping[str, Any]]:
         parquet = require("pyarrow.parquet", "Reading a LeRobot data set")
-        folder = os.path.join(self._root, "meta", "episodes")
-        paths = sorted(
-            os.path.join(at, name)
-            for at, _, names in os.walk(folder)
-            for name in names
-            if name.endswith(".parquet")
-        )
-        if not paths:
+        names = self._folder.matching("meta/episodes/*/*.parquet")
+        if not names:
             raise SourceError(f"{self._source} has no files in meta/episodes; expected its episodes there.")
-        for path in paths:
-            with readable(f"The file {path!r}"), parquet.ParquetFile(path) as file:
-                names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
-                for batch in file.iter_batches(columns=names):
+        for name in names:
+            with (
+                readable(f"The file {self._folder.at(name)!r}"),
+                parquet.ParquetFile(self._folder.file_or_path(name)) as file,
+            ):
+                columns = [each for each in file.schema_arrow.names if not each.startswith("stats/")]
+                for batch in file.iter_batches(columns=columns):
                     yield from batch.to_pylist()
 
     def _tasks(self) -> Iterator[tuple[int, str]]:
@@ -166,9 +164,9 @@ class Meta:
             found = [(line.get("task_index"), line.get("task")) for line in lines]
         else:
             parquet = require("pyarrow.parquet", "Reading a LeRobot data set")
-            path = os.path.join(self._root, "meta", "tasks.parquet")
-            with readable(f"The file {path!r}"):
-                table = parquet.read_table(path)
+            name = "meta/tasks.parquet"
+            with readable(f"The file {self._folder.at(name)!r}"):
+                table = parquet.read_table(self._folder.file_or_path(name))
                 text = next(name for name in table.column_names if name != "task_index")
                 found = list(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True))
         for number, task in found:
@@ -182,7 +180,7 @@ class Meta:
         Raises:
             SourceError: the file of statistics is damaged, or not there.
         """
-        if self.version == 2 and os.path.exists(os.path.join(self._root, "meta", "episodes_stats.jsonl")):
+        if self.version == 2 and self._folder.has("meta/episodes_stats.jsonl"):
             lines = [
                 self._mapping(line, "meta/episodes_stats.jsonl, a line")
                 for line in self._lines("meta/episodes_stats.jsonl")
@@ -207,10 +205,8 @@ class Meta:
         return found
 
     def _bytes(self, name: str) -> bytes:
-        path = os.path.join(self._root, name)
         try:
-            with open(path, "rb") as file:
-                data = file.read(_MOST_BYTES + 1)
+            data = self._folder.read(name, _MOST_BYTES + 1)
         except OSError as error:
             raise SourceError(
                 f"{self._source} has no readable {name!r} ({error.strerror}); expected the directory of a LeRobot data "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,13 @@ from gear_loader.sources.episodes import (
     select,
 )
 from gear_loader.sources.recording import check_leaves, leaf_column, leaves
+from gear_loader.sources.source_files import SourceFolder
 from gear_loader.storage.schema import Column
-from gear_loader.utils.paths import local_path
+from gear_loader.utils.arrays import shown
+from gear_loader.utils.paths import is_address, local_path
 
+_DATA = "main_data.hdf5"
+_MOST_BYTES = 2**26  # of metadata
 _FLAT = {"reward": "rewards", "terminated": "terminations", "truncated": "truncations"}
 
 
@@ -49,7 +55,7 @@ def read_minari(
 
     Args:
         dataset: a `minari.MinariDataset` (with its selection of episodes), the id of one, or the directory
-            that holds it.
+            that holds it, or its address (in hdf5 format).
         columns: names of the columns to take, or {name in the table: name in the source}. None takes
             observation, action, reward, terminated and truncated.
         keep_float64: keep float64, which rewards are taken for, too, instead of making it float32.
@@ -76,6 +82,8 @@ def _open(minari: Any, dataset: Any, download: bool) -> Any:
         raise SourceError(
             f"{describe(dataset)} was received; expected a minari.MinariDataset, the id of one, or its directory."
         )
+    if is_address(dataset):
+        return _open_remote(minari, SourceFolder(dataset))
     path = Path(local_path(dataset, SourceError))
     folder = next((p for p in (path, path / "data") if (p / "metadata.json").is_file()), None)
     try:
@@ -94,6 +102,38 @@ def _open(minari: Any, dataset: Any, download: bool) -> Any:
         f"{str(dataset)!r} is no Minari data set: it holds no metadata.json, nor does its folder 'data'. "
         "Expected the directory that minari.load_dataset(id).storage.data_path names."
     )
+
+
+def _open_remote(minari: Any, folder: SourceFolder) -> Any:
+    """The data set of a directory at an address: Minari's own, of which the file of arrays is read where it is."""
+    below = next((each for each in ("", "data/") if folder.has(f"{each}metadata.json")), None)
+    if below is None:
+        raise SourceError(
+            f"{folder.path!r} is no Minari data set: it holds no metadata.json, nor does its folder 'data'. Expected a "
+            "copy of the directory that minari.load_dataset(id).storage.data_path names."
+        )
+    about, data = f"{below}metadata.json", f"{below}{_DATA}"
+    try:
+        text = folder.read(about, _MOST_BYTES)
+        form = json.loads(text)["data_format"]
+        if form != "hdf5":
+            raise SourceError(
+                f"The Minari data set {folder.path!r} has the format {shown(form)}; expected hdf5, which alone is read "
+                "at an address. Copy the directory to this machine."
+            )
+        with tempfile.TemporaryDirectory() as local:
+            (Path(local) / "metadata.json").write_bytes(text)
+            (Path(local) / _DATA).touch()
+            dataset = minari.MinariDataset(local)
+        dataset.storage._file_path = folder.open(data, whole=False)
+        return dataset
+    except (SourceError, ImportError):
+        raise
+    except Exception as error:  # of damaged metadata, of several types
+        raise SourceError(
+            f"The Minari data set {folder.path!r} cannot be opened: {_text(error).rstrip('.')}. Expected the directory "
+            "of an undamaged data set."
+        ) from error
 
 
 def _missing(source: str, error: ImportError) -> ImportError:

@@ -100,7 +100,8 @@ def load_dataset(
 
     Args:
         source: ``kind:name``, of a kind that the page docs/data.md lists or that `gear_loader.sources.register` or an
-            installed package has made known; or the path of a file, or of the directory of a Minari data set.
+            installed package has made known; or the path or address of a file, or of the directory of a Minari data
+            set.
         table: the table to add to; None makes one of the source's size.
         download: whether to fetch a data set that is not on this machine.
         options: as for `gear_loader.sources.load`, and those of the kind, such as ``split=``.

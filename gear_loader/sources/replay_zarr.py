@@ -30,8 +30,8 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
+from gear_loader.sources.zarr_stores import ZarrPlace, place_of, store_of
 from gear_loader.utils.checks import flag
-from gear_loader.utils.paths import local_path
 
 READ_BYTES = 64 * 2**20
 """Bytes read at once, but at least one episode, and whole chunks."""
@@ -53,7 +53,7 @@ def read_zarr(
     fill value, by the rule of zarr: files that were lost cannot be told from chunks that were never written.
 
     Args:
-        path: the directory of the group, or a zip file of it (``.zip``).
+        path: the directory of the group, or a zip file of it (``.zip``); or the address of one.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes all.
         keep_float64: keep float64 columns instead of making them float32.
         allow_nonfinite: take NaN and infinite values of the column ``reward``, which otherwise are an error.
@@ -69,21 +69,20 @@ def read_zarr(
     """
     flag("keep_float64", keep_float64)
     flag("allow_nonfinite", allow_nonfinite)
-    return ZarrEpisodes(
-        local_path(path, SourceError), columns, keep_float64=keep_float64, allow_nonfinite=allow_nonfinite
-    )
+    return ZarrEpisodes(place_of(path), columns, keep_float64=keep_float64, allow_nonfinite=allow_nonfinite)
 
 
 class _OpenGroup:
     """Context manager of a group."""
 
-    def __init__(self, path: str, source: str) -> None:
+    def __init__(self, place: ZarrPlace, source: str) -> None:
         zarr = require("zarr", "Reading a zarr group")
         self._store: Any = None
         try:
-            if os.path.isfile(path):
-                self._store = zarr.storage.ZipStore(path, mode="r")
-            self._group = zarr.open_group(path if self._store is None else self._store, mode="r")
+            self._store = store_of(place)
+            self._group = zarr.open_group(self._store, mode="r")
+        except SourceError:
+            raise
         except Exception as error:  # zarr and its stores report damage with many types
             raise SourceError(
                 f"{source} cannot be opened as a zarr group: {_text(error)}. Expected a directory with .zgroup or "
@@ -94,17 +93,19 @@ class _OpenGroup:
         return self._group
 
     def __exit__(self, *_: object) -> None:
-        if self._store is not None:
+        if not isinstance(self._store, str):
             self._store.close()
 
 
 class ZarrEpisodes(EpisodeReader):
     """See `read_zarr`."""
 
-    def __init__(self, path: str, columns: Columns, *, keep_float64: bool, allow_nonfinite: bool) -> None:
-        source = f"The zarr group {path!r}"
-        self._path, self._nonfinite = path, allow_nonfinite
-        with _OpenGroup(path, source) as group:
+    def __init__(
+        self, place: ZarrPlace, columns: Columns, *, keep_float64: bool, allow_nonfinite: bool
+    ) -> None:
+        source = f"The zarr group {place.path!r}"
+        self._place, self._nonfinite = place, allow_nonfinite
+        with _OpenGroup(place, source) as group:
             found = _arrays(group, source)
             self._ends = _ends(found.pop("meta/episode_ends", None), source)
             paths = {
@@ -148,7 +149,7 @@ class ZarrEpisodes(EpisodeReader):
 
     def between(self, first: int, last: int) -> Iterator[Episode]:
         """See `EpisodeReader`."""
-        with _OpenGroup(self._path, self.source) as group:
+        with _OpenGroup(self._place, self.source) as group:
             while first < last:
                 start = int(self._ends[first - 1]) if first else 0
                 end = min(
@@ -172,6 +173,8 @@ class ZarrEpisodes(EpisodeReader):
                     f"it now is {array.dtype} {list(array.shape)}, but was {dtype} {list(shape)}"
                 )
             values = np.asarray(array[start:stop])
+        except SourceError:
+            raise
         except Exception as error:  # zarr and its codecs report damage with many types
             raise SourceError(
                 f"{self.source}, from episode {first} on: column {role!r} cannot be read at steps {start} to "
@@ -200,6 +203,8 @@ def _arrays(group: Any, source: str) -> dict[str, Any]:
 
     try:
         walk(group, "", 0)
+    except SourceError:
+        raise
     except Exception as error:  # zarr and its stores report damage with many types
         raise SourceError(f"{source} cannot be listed: {_text(error)}. Fetch or write it again.") from error
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import math
 import os
@@ -34,10 +33,10 @@ from gear_loader.sources.rlds_features import (
     read_texts,
     stored_features,
 )
+from gear_loader.sources.source_files import SourceFolder
 from gear_loader.sources.tfrecord import Records, features_of
 from gear_loader.storage.codecs import image_codec
 from gear_loader.utils.arrays import shown
-from gear_loader.utils.paths import local_path
 
 _MOST_BYTES = 2**26  # of a file of metadata
 _SHARD = re.compile(r".*-(\d{5,})-of-(\d{5,})")
@@ -61,7 +60,7 @@ def read_rlds(
     the class Text are ``str``, other strings ``bytes``; lists in a step have any length.
 
     Args:
-        path: the directory with ``features.json``, or one above it that holds one data set.
+        path: the directory with ``features.json``, or its address; or one above it that holds one data set.
         split: such as ``"train"``; by default the only one.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes all.
         per_trajectory: names in the table of columns with the same value at all steps of an episode, such as the
@@ -79,7 +78,7 @@ def read_rlds(
         ImportError: google-crc32c is not installed.
     """
     return RLDSEpisodes(
-        _folder(local_path(path, SourceError)),
+        _folder(SourceFolder(path)),
         split,
         columns,
         per_trajectory,
@@ -88,19 +87,20 @@ def read_rlds(
     )
 
 
-def _folder(path: str) -> str:
+def _folder(above: SourceFolder) -> SourceFolder:
     """The directory with ``features.json``."""
     for depth in ("", "*/", "*/*/"):
-        found = sorted(glob.glob(os.path.join(glob.escape(path), f"{depth}features.json")))
+        found = [os.path.dirname(each) for each in above.matching(f"{depth}features.json")]
         if len(found) > 1:
             raise SourceError(
-                f"{path!r} holds {len(found)} data sets; expected the directory of one, such as "
-                f"{os.path.dirname(found[-1])!r}."
+                f"{above.path!r} holds {len(found)} data sets; expected the directory of one, such as "
+                f"{above.at(found[-1])!r}."
             )
         if found:
-            return os.path.dirname(found[0])
+            return SourceFolder(above.at(found[0])) if depth else above
     raise SourceError(
-        f"{path!r} is no RLDS data set: it holds no features.json. Expected a directory that tensorflow-datasets wrote."
+        f"{above.path!r} is no RLDS data set: it holds no features.json. Expected a directory that tensorflow-datasets "
+        "wrote."
     )
 
 
@@ -109,7 +109,7 @@ class RLDSEpisodes(EpisodeReader):
 
     def __init__(
         self,
-        folder: str,
+        folder: SourceFolder,
         split: str | None,
         columns: Columns,
         once: Collection[str],
@@ -117,12 +117,12 @@ class RLDSEpisodes(EpisodeReader):
         keep_float64: bool,
         allow_nonfinite: bool,
     ) -> None:
-        source = f"The RLDS data set {folder!r}"
-        self._nonfinite = allow_nonfinite
+        source = f"The RLDS data set {folder.path!r}"
+        self._folder, self._nonfinite = folder, allow_nonfinite
         leaves = {leaf.name: leaf for leaf in stored_features(_json(folder, "features.json", source), source)}
         if not any(leaf.step for leaf in leaves.values()):
             raise SourceError(f"{source} has no feature 'steps'; expected one, with the steps of an episode.")
-        self._paths, counts = _shards(folder, split, source)
+        self._shards, counts = _shards(folder, split, source)
         chosen = select(requested(columns, list(leaves)), list(leaves), source)
         self._leaves = {name: leaves[role] for name, role in chosen.items()}
         bad = {leaf.name: leaf.kind for leaf in self._leaves.values() if " " in leaf.kind}
@@ -132,9 +132,11 @@ class RLDSEpisodes(EpisodeReader):
                 f"{source}: {found}; expected numbers, text, images, and lists of numbers in a step. Leave out with "
                 f"columns={[name for name in self._leaves if self._leaves[name].name not in bad]!r}."
             )
-        self._once = frozenset(once)
-        if not all(name in self._leaves and self._leaves[name].step for name in self._once):
-            raise SourceError(f"{source}: per_trajectory={sorted(self._once)!r}; expected columns of steps.")
+        if not all(name in self._leaves for name in once):
+            raise SourceError(
+                f"{source}: per_trajectory={sorted(once)!r}; expected some of {listing(self._leaves)}."
+            )
+        self._once = frozenset(name for name in once if self._leaves[name].step)
         if all(name in self._once or not leaf.step for name, leaf in self._leaves.items()):
             raise SourceError(f"{source}: no column has a value for each step; expected at least one.")
         # How many steps there are tells the shortest feature.
@@ -157,10 +159,10 @@ class RLDSEpisodes(EpisodeReader):
         lengths: list[int] = []
         payload, formats = 0, dict[str, str]()
         self._begins: list[int] = []  # of the files
-        for path, count in zip(self._paths, counts, strict=True):
+        for shard, count in zip(self._shards, counts, strict=True):
             before = len(lengths)
             self._begins.append(before)
-            with Records(path).opened(check=False) as records:
+            with Records(self._folder, shard).opened(check=False) as records:
                 for record in records:
                     with _readable(f"{source}, episode {len(lengths)}"):
                         found = features_of(record)
@@ -174,8 +176,8 @@ class RLDSEpisodes(EpisodeReader):
                         del found
             if count is not None and len(lengths) - before != count:
                 raise SourceError(
-                    f"{source}: the file {path!r} holds {len(lengths) - before} episodes, and dataset_info.json says "
-                    f"{count}. It was not written to its end: fetch or write it again."
+                    f"{source}: the file {self._folder.at(shard)!r} holds {len(lengths) - before} episodes, and "
+                    f"dataset_info.json says {count}. It was not written to its end: fetch or write it again."
                 )
         if not lengths:
             raise SourceError(f"{source} has no episodes; expected at least one.")
@@ -187,11 +189,11 @@ class RLDSEpisodes(EpisodeReader):
 
     def between(self, first: int, last: int) -> Iterator[Episode]:
         """See `EpisodeReader`."""
-        for path, start, end in zip(self._paths, self._begins, [*self._begins[1:], len(self)], strict=True):
+        for shard, start, end in zip(self._shards, self._begins, [*self._begins[1:], len(self)], strict=True):
             if end <= first or last <= start:
                 continue
             number = start
-            with Records(path).opened(check=True) as records:
+            with Records(self._folder, shard).opened(check=True) as records:
                 for record in records:
                     if number >= end:
                         raise SourceError(f"{self.source} has more episodes than before; expected the same.")
@@ -253,23 +255,24 @@ class _readable:
             ) from error
 
 
-def _json(folder: str, name: str, source: str) -> Any:
+def _json(folder: SourceFolder, name: str, source: str) -> Any:
     try:
-        with open(os.path.join(folder, name), "rb") as file:
-            return json.loads(file.read(_MOST_BYTES))
+        return json.loads(folder.read(name, _MOST_BYTES))
+    except SourceError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{source}: {name} cannot be read: {error}. Fetch or write it again.") from error
 
 
-def _shards(folder: str, split: str | None, source: str) -> tuple[list[str], list[int | None]]:
+def _shards(folder: SourceFolder, split: str | None, source: str) -> tuple[list[str], list[int | None]]:
     """The files of a split, and the episodes in each, None if that is not known."""
     info: Any = {}
-    if os.path.exists(os.path.join(folder, "dataset_info.json")):
+    if folder.has("dataset_info.json"):
         info = _json(folder, "dataset_info.json", source)
     info = info if isinstance(info, dict) else {}
     if info.get("fileFormat", "tfrecord") != "tfrecord":
         raise SourceError(f"{source} has the file format {shown(info['fileFormat'])}; expected tfrecord.")
-    names = os.listdir(folder)
+    names = folder.matching("*")
     splits = sorted(
         {name.partition(".tfrecord")[0].rpartition("-")[2] for name in names if ".tfrecord" in name}
     )
@@ -295,4 +298,4 @@ def _shards(folder: str, split: str | None, source: str) -> tuple[list[str], lis
         known = each.get("shardLengths") if isinstance(each, dict) and each.get("name") == split else None
         if isinstance(known, list) and len(known) == len(files) and all(str(n).isdigit() for n in known):
             counts = [int(n) for n in known]
-    return [os.path.join(folder, name) for name in files], counts
+    return files, counts

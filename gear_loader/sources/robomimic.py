@@ -32,9 +32,9 @@ from gear_loader.sources.episodes import (
     select,
 )
 from gear_loader.sources.hdf5_file import FileArray, ReadError, find_arrays, open_file, read_rows, readable
+from gear_loader.sources.source_files import SourceFiles, one_file
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import flag
-from gear_loader.utils.paths import local_path
 
 _NAMES = {
     "obs": "observation",
@@ -63,7 +63,7 @@ def read_robomimic(
     `Episode.final` has the last row of next_obs, where the file has one.
 
     Args:
-        path: the file.
+        path: the file, or its address.
         split: the name of a mask, such as ``"train"`` or ``"valid"``; by default all demonstrations.
         columns: names of the columns to take, or {name in the table: name in the source}; a name in the source is the
             standard one or the path in a demonstration, ``obs/robot0_eef_pos``. None takes those of observation,
@@ -85,7 +85,7 @@ def read_robomimic(
     if split is not None and not isinstance(split, str):
         raise SourceError(f"split={shown(split)}; expected the name of a mask, such as 'train', or None.")
     return RobomimicEpisodes(
-        local_path(path, SourceError),
+        one_file(path, "an HDF5 file"),
         split,
         columns,
         keep_float64=keep_float64,
@@ -102,16 +102,16 @@ class RobomimicEpisodes(EpisodeReader):
 
     def __init__(
         self,
-        path: str,
+        files: SourceFiles,
         split: str | None,
         columns: Columns,
         *,
         keep_float64: bool,
         allow_nonfinite: bool,
     ) -> None:
-        self._path, self._nonfinite = path, allow_nonfinite
-        source = f"The file {path!r}"
-        with open_file(path, source) as file:
+        self._files, self._nonfinite = files, allow_nonfinite
+        source = f"The file {files[0]!r}"
+        with open_file(files, source) as file:
             self.demos = _demos(file, split, source)
             self._arrays: list[dict[str, FileArray]] = []
             self._next: list[dict[str, FileArray]] = []
@@ -169,7 +169,7 @@ class RobomimicEpisodes(EpisodeReader):
 
     def between(self, first: int, last: int) -> Iterator[Episode]:
         """See `EpisodeReader`."""
-        with open_file(self._path, self.source) as file:
+        with open_file(self._files, self.source) as file:
             for position, steps in enumerate(self.lengths[first:last].tolist(), first):
                 arrays, following = self._arrays[position], self._next[position]
                 yield Episode(

@@ -39,7 +39,6 @@ from gear_loader.storage.schema import Column, Schema, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import byte_count, flag
-from gear_loader.utils.paths import local_path
 from gear_loader.utils.progress import progress_bar
 
 LOAD_BYTES = 256 * 2**20
@@ -94,9 +93,10 @@ def load(
     is read to its end first and added in one piece, but for generators with ``wait=False``.
 
     Args:
-        source: a reader, as ``gear_loader.sources.read_...`` return them, with options of its own; the path of a
-            D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its id or its directory (see
-            `read_minari`); or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them,
+        source: a reader, as ``gear_loader.sources.read_...`` return them, with options of its own; the path or
+            address of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its id, its
+            directory or the address of that (see `read_minari`); or
+            an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them,
             or a TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
             arrays of uneven lengths become columns of any length. Rows that are time steps (of a DataFrame, of most
             data sets of Hugging Face) are refused as far as they can be told: `read_rows` cuts them.
@@ -525,9 +525,8 @@ def _open(
             return reader
         return Renamed(reader, select(requested(options["columns"], ()), list(reader.schema), reader.source))
     if isinstance(source, (str, os.PathLike)):
-        path = local_path(source, SourceError)
-        if _is_hdf5(path):
-            return read_hdf5(path, **options)
+        if _is_hdf5(os.fspath(source)):
+            return read_hdf5(source, **options)
         return read_minari(source, **options, download=download)
     if _is_minari(source):
         return read_minari(source, **options)

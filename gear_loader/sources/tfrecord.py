@@ -10,16 +10,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import struct
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
+from gear_loader.sources.source_files import SourceFolder
 
 _HEAD = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
@@ -164,15 +166,16 @@ class Records:
     """The records of a TFRecord file.
 
     Args:
-        path: of the file.
+        folder: of the file. name: of the file in it.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, folder: SourceFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._path = folder.at(name)
 
     @contextlib.contextmanager
     def opened(self, *, check: bool) -> Iterator[Iterator[memoryview]]:
-        """The records, one after another, where they lie in the file: valid until the next one, and in this context.
+        """The records, one after another: valid until the next one, and in this context.
 
         Args:
             check: whether to compare the CRC of records; that of their lengths is compared anyway.
@@ -182,42 +185,47 @@ class Records:
         """
         crc = require("google_crc32c", "Reading a TFRecord file")
         try:
-            file = open(self._path, "rb")  # noqa: SIM115  # closed by the stack below
+            file = self._folder.open(self._name)
+        except SourceError:
+            raise
         except OSError as error:
             raise SourceError(f"The file {self._path!r} cannot be read: {error}.") from error
         with file:
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, os.SEEK_END)
             if not size:
                 yield iter(())
+                return
+            if self._folder.remote:
+                yield self._walk(functools.partial(_read, file), size, crc, check)
                 return
             memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
             whole = memoryview(memory)
             try:
-                yield self._walk(whole, crc, check)
+                yield self._walk(lambda begin, end: whole[begin:end], size, crc, check)
             finally:
                 whole.release()
                 with contextlib.suppress(BufferError):  # a caller keeps a view: it goes with the last one
                     memory.close()
 
-    def _walk(self, whole: memoryview, crc: Any, check: bool) -> Iterator[memoryview]:
+    def _walk(
+        self, piece: Callable[[int, int], memoryview], size: int, crc: Any, check: bool
+    ) -> Iterator[memoryview]:
+        """The records of a file of `size` bytes, of which `piece` returns those from one to another."""
         place, number = 0, 0
-        while place < len(whole):
-            if place + _HEAD.size > len(whole):
+        while place < size:
+            if place + _HEAD.size > size:
                 raise self._damaged(number, place, "it ends in a length")
-            length, expected = _HEAD.unpack(whole[place : place + _HEAD.size])
-            if _masked(crc, whole[place : place + 8]) != expected:
+            head = piece(place, place + _HEAD.size)
+            length, expected = _HEAD.unpack(head)
+            if _masked(crc, head[:8]) != expected:
                 raise self._damaged(number, place, "the CRC of its length is wrong")
             place += _HEAD.size
-            if length + _CRC.size > len(whole) - place:
+            if length + _CRC.size > size - place:
                 raise self._damaged(
-                    number, place, f"it has {length:,} bytes, of which {len(whole) - place:,} are there"
+                    number, place, f"it has {length:,} bytes, of which {size - place:,} are there"
                 )
-            with whole[place : place + length] as record:
-                if (
-                    check
-                    and _masked(crc, record)
-                    != _CRC.unpack(whole[place + length : place + length + _CRC.size])[0]
-                ):
+            with piece(place, place + length + _CRC.size) as framed, framed[:length] as record:
+                if check and _masked(crc, record) != _CRC.unpack(framed[length:])[0]:
                     raise self._damaged(number, place, "its CRC is wrong")
                 yield record
             place += length + _CRC.size
@@ -228,6 +236,11 @@ class Records:
             f"The file {self._path!r} is damaged at record {number}, byte {place:,}: {problem}. Fetch or write it "
             "again."
         )
+
+
+def _read(file: IO[bytes], begin: int, end: int) -> memoryview:
+    file.seek(begin)
+    return memoryview(file.read(end - begin))
 
 
 def _masked(crc: Any, data: memoryview) -> int:

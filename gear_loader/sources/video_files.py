@@ -20,6 +20,7 @@ import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
+from gear_loader.sources.source_files import SourceFolder
 from gear_loader.storage.coders import video_of
 from gear_loader.storage.schema import Column
 from gear_loader.storage.video import MOST_STEPS, packed
@@ -41,13 +42,16 @@ class Frames:
     """The frames of an episode in a file.
 
     Args:
-        av: PyAV. path: the file. times: seconds of each frame, float64 [T], ascending. tolerance: seconds by which a
-            frame may differ. where: the episode in errors.
+        av: PyAV. folder: of the file. name: of the file in it. times: seconds of each frame, float64 [T], ascending.
+        tolerance: seconds by which a frame may differ. where: the episode in errors.
     """
 
-    def __init__(self, av: Any, path: str, times: np.ndarray, tolerance: float, where: str) -> None:
-        self._av, self._path, self._times, self._tolerance = av, path, times, tolerance
-        self._where = f"{where}: the file {path!r}"
+    def __init__(
+        self, av: Any, folder: SourceFolder, name: str, times: np.ndarray, tolerance: float, where: str
+    ) -> None:
+        self._av, self._folder, self._name = av, folder, name
+        self._times, self._tolerance = times, tolerance
+        self._where = f"{where}: the file {folder.at(name)!r}"
 
     def packets(self, column: Column) -> tuple[list[bytes], bool]:
         """A value for each frame, and whether these are packets of the file.
@@ -58,13 +62,15 @@ class Frames:
         coded = None if column.ragged is None else column.ragged.coded
         assert coded is not None
         try:
-            with self._av.open(self._path) as container:
+            with self._av.open(self._folder.file_or_path(self._name)) as container:
                 stream = _stream(container)
                 size = (stream.height, stream.width)
                 if size != coded.row_shape[:2]:
                     raise ValueError(f"frames of {size[0]} x {size[1]}; expected {list(coded.shape)}")
                 cut = self._cut(container, stream)
             return (cut, True) if cut is not None else (self._encoded(coded), False)
+        except SourceError:
+            raise
         except (OSError, ValueError, MemoryError, self._av.FFmpegError) as error:
             raise SourceError(
                 f"{self._where} cannot be read: {error}. Fetch or write it again, or leave the column out with "
@@ -144,7 +150,7 @@ class Frames:
         """The frames of the steps, uint8 [h, w, 3], in their order."""
         times = self._times.tolist()
         step = 0
-        with self._av.open(self._path) as container:
+        with self._av.open(self._folder.file_or_path(self._name)) as container:
             stream = _stream(container)
             container.seek(int(times[0] / float(stream.time_base)), stream=stream)
             before: Any = None
@@ -194,18 +200,20 @@ def _stream(container: Any) -> Any:
     return stream
 
 
-def video_column(av: Any, path: str, where: str) -> Column:
+def video_column(av: Any, folder: SourceFolder, name: str, where: str) -> Column:
     """The column of a file's frames.
 
     Raises:
         SourceError: it is no video, or one whose frames no column holds.
     """
     try:
-        with av.open(path) as container:
+        with av.open(folder.file_or_path(name)) as container:
             stream = _stream(container)
             return Column(torch.uint8, (stream.height, stream.width, 3), codec="video")
+    except SourceError:
+        raise
     except (OSError, ValueError, MemoryError, av.FFmpegError) as error:
         raise SourceError(
-            f"{where}: the file {path!r} cannot be read: {error}. Fetch or write it again, or leave the column out "
-            "with columns=[...]."
+            f"{where}: the file {folder.at(name)!r} cannot be read: {error}. Fetch or write it again, or leave the "
+            "column out with columns=[...]."
         ) from error

@@ -362,8 +362,9 @@ class Table:
         ``minari:ID``                a data set of Minari: `gear_loader.integrations.minari_export.to_minari`
         ============================ ==================================================================================
 
-        and what `gear_loader.exports.register` has made known. What is committed when the call begins is written; of
-        it, what is evicted or removed before it is read is left out.
+        and what `gear_loader.exports.register` has made known. Paths may be addresses of fsspec, such as
+        ``s3://bucket/x``: the data set is made in the temporary directory, and uploaded when it is complete. What is
+        committed when the call begins is written; of it, what is evicted or removed before it is read is left out.
 
         `gear_loader.load_dataset` reads them back to the same columns and values, but for bfloat16, which becomes
         float32; images in ``parquet:``, which become bytes (``hf:`` and ``lerobot:`` keep them); and arrays of several
@@ -382,6 +383,7 @@ class Table:
         Raises:
             SchemaError: an unknown format or option, a place that is taken, a column that the format cannot hold, or a
                 write-once column that a trajectory has no values of. Nothing was written.
+            CheckpointError: the store at an address refuses, or fails for a minute; what was uploaded is removed.
             ImportError: a package that the format needs is not installed.
         """
         self._engine.check_open()

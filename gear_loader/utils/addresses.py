@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from gear_loader.errors import CheckpointError, GearError
 from gear_loader.utils.arrays import shown
@@ -21,8 +21,6 @@ DEADLINE_SECONDS = 60.0
 """A request that fails is repeated for this long."""
 REQUEST_SECONDS = 30.0
 """Most that one try takes."""
-BLOCK_BYTES = 4 << 20
-"""What an open file reads at a time."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 8.0
 
 _ANSWERS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -54,23 +52,6 @@ def is_of_store(error: BaseException) -> bool:
     return isinstance(error, UnreachableError) or (
         isinstance(missing, FileNotFoundError) and is_address(missing.filename)
     )
-
-
-def open_address(address: str, error: type[GearError] = CheckpointError) -> IO[bytes]:
-    """Open a file at an address for reading: seekable, read by range in blocks of `BLOCK_BYTES`.
-
-    A read that fails is repeated by fsspec's file system of the store, not here.
-
-    Args:
-        address: ``scheme://...``, also a chain such as ``"simplecache::s3://bucket/file"``.
-        error: raised for what cannot be opened.
-    """
-    system, path = file_system(address, error)
-
-    def attempt() -> IO[bytes]:
-        return cast("IO[bytes]", system.open(path, "rb", block_size=BLOCK_BYTES))
-
-    return repeated(attempt, address, "opened", error)
 
 
 def file_system(address: str, error: type[GearError] = CheckpointError) -> tuple[Any, str]:
@@ -141,13 +122,19 @@ def repeated(
         time.sleep(pause)
 
 
-def call(system: Any, method: str, *given: Any, **options: Any) -> Any:
-    """Call a method of a file system; after `REQUEST_SECONDS` a TimeoutError, where the file system is asynchronous."""
+def call(system: Any, method: str, *given: Any, seconds: float | None = None, **options: Any) -> Any:
+    """Call a method of a file system; where it is asynchronous, a TimeoutError ends it.
+
+    Args:
+        seconds: until then; None for `REQUEST_SECONDS`.
+    """
     if not getattr(system, "async_impl", False):
         return getattr(system, method)(*given, **options)
     from fsspec.asyn import sync
 
-    return sync(system.loop, getattr(system, f"_{method}"), *given, timeout=REQUEST_SECONDS, **options)
+    return sync(
+        system.loop, getattr(system, f"_{method}"), *given, timeout=seconds or REQUEST_SECONDS, **options
+    )
 
 
 def _shown(problem: BaseException) -> str:

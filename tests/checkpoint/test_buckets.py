@@ -22,7 +22,7 @@ from gear_loader.checkpoint.names import column_file
 from gear_loader.checkpoint.saving import Save
 from gear_loader.checkpoint.segments import stored_columns
 from gear_loader.errors import CheckpointError, SourceError
-from gear_loader.utils import addresses
+from gear_loader.utils import addresses, remote_file
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -290,14 +290,14 @@ def test_refused_requests_are_not_repeated(problem: Exception) -> None:
 def test_a_file_at_an_address_is_read_by_range() -> None:
     data = np.random.default_rng(0).bytes(300_000)
     fsspec.filesystem("memory").pipe_file("/data/x", data)
-    with addresses.open_address("memory://data/x") as file:
+    with remote_file.open_address("memory://data/x") as file:
         file.seek(200_000)
         assert file.read(10) == data[200_000:200_010]
     with pytest.raises(FileNotFoundError, match="memory://data/y"):
-        addresses.open_address("memory://data/y")
+        remote_file.open_address("memory://data/y")
     for wrong in ("/data/x", "file:///data/x"):
         with pytest.raises(SourceError, match="expected scheme://"):
-            addresses.open_address(wrong, SourceError)
+            remote_file.open_address(wrong, SourceError)
 
 
 def test_large_columns_are_uploaded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 
 import gear_loader as gear
 from gear_loader import exports
-from gear_loader.errors import SchemaError, StaleIndexError
-from gear_loader.exports import formats
+from gear_loader.errors import CheckpointError, SchemaError, StaleIndexError
+from gear_loader.exports import formats, uploads
 from gear_loader.storage.engine import Engine
 
 pa = pytest.importorskip("pyarrow")
@@ -317,7 +318,7 @@ def test_values_of_any_length_are_loaded_as_they_were(kind: str, ragged: Any, tm
         ("nothing:x", {}, "expected one of"),
         ("parquet:", {}, "expected one of"),
         (3, {}, "expected one of"),
-        ("s3://bucket/a.parquet", {}, "has a scheme"),
+        ("sftp://host/a.parquet", {}, "has the scheme 'sftp'; expected one of abfs"),
         ("parquet:{}", {"speed": 1}, "does not know the option 'speed'"),
         ("parquet:{}", {"columns": ["speed"]}, "speed"),
         ("parquet:{}", {"columns": {"frame_index": "obs"}}, "frame_index"),
@@ -352,6 +353,63 @@ def test_nothing_is_left_after_an_error(plain: Any, ragged: Any, tmp_path: Path)
     with pytest.raises(SchemaError, match="any length"):
         ragged.export(f"npz:{tmp_path / 'late'}")
     assert list(tmp_path.iterdir()) == [taken]
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    system.store.clear()
+    yield system
+    system.store.clear()
+
+
+@pytest.mark.parametrize(
+    "address", ["parquet:{}/a.parquet", "npz:{}", pytest.param("hf:{}", marks=pytest.mark.long)]
+)
+def test_what_is_exported_to_an_address_is_what_is_written_here(
+    plain: Any, tmp_path: Path, store: Any, address: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    here, there = address.format(tmp_path / "out" / "x"), address.format("memory://out/x")
+    plain.export(here)
+    assert plain.export(there) == there.partition(":")[2]
+    files = {
+        f"/{each.relative_to(tmp_path)}": each for each in (tmp_path / "out").rglob("*") if each.is_file()
+    }
+    assert {key: file.getvalue() for key, file in store.store.items()} == {
+        key: path.read_bytes() for key, path in files.items()
+    }
+    options: dict[str, Any] = {"columns": list(plain.schema), "per_trajectory": ["return"], "progress": False}
+    with gear.load_dataset(here, **options) as one, gear.load_dataset(there, **options) as other:
+        assert one.schema == other.schema
+        for name, value in one[2].items():
+            same(value, other[2][name])
+    with pytest.raises(SchemaError, match=r"out/x.* is there already"):
+        plain.export(there)
+    assert len(store.store) == len(files)
+
+
+def test_an_upload_that_is_refused_leaves_nothing(
+    plain: Any, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, calls = type(store), list[str]()
+    real = kind.put_file
+
+    def put_file(self: Any, local: str, target: str, **options: Any) -> None:
+        calls.append(target)
+        if len(calls) == 1:
+            raise TimeoutError("slow")  # is repeated
+        if len(calls) == 3:
+            raise PermissionError(13, "Forbidden")
+        real(self, local, target, **options)
+
+    monkeypatch.setattr(kind, "put_file", put_file)
+    monkeypatch.setattr(uploads, "_THREADS", 1)
+    with pytest.raises(CheckpointError, match=r"memory://out/0000000\d.npz cannot be written: .*Forbidden"):
+        plain.export("npz:memory://out")
+    assert not store.store
+    plain.export("npz:memory://out")
+    assert len(store.store) == 3
 
 
 def test_formats_of_ones_own(plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

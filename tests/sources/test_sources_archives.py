@@ -253,7 +253,7 @@ def test_addresses() -> None:
         system.pipe("/bucket/a/1.parquet", b"PAR1")
         with pytest.raises(SourceError, match=r"memory:///?bucket/a/1.parquet' cannot be read"):
             gear.load_dataset("parquet:memory://bucket/a")
-        with pytest.raises(SourceError, match="has a scheme"):
+        with pytest.raises(SourceError, match="does not exist or is not a file"):
             gear.load_dataset("hdf5:memory://bucket/a.hdf5")
     finally:
         system.rm("/bucket", recursive=True)
@@ -311,20 +311,17 @@ def test_files_at_addresses_are_fetched_together_and_again_when_cut_off(
                 with files.open(files[number]) as file:
                     assert file.read() == contents[number]
             assert sum(map(len, files._kept.values())) <= 100
-        assert asked[:3] == [2, 1, 2]  # files 0 and 1, 2, 4 and 5
-        asked.clear()
+        assert asked[:4] == [2, 1, 1, 2]  # files 0 and 1, 2, 3 by range, 4 and 5
         with files.open(files[0], whole=False) as file:
             assert file.read(2) == contents[0][:2]
-        assert not asked
+        asked.clear()
         cut += [1]
         with source_files.files_of("memory://files", (".bin",)).open("memory:///files/0.bin") as file:
             assert file.read() == contents[0]
         assert asked == [2, 2]
         monkeypatch.setattr(addresses, "DEADLINE_SECONDS", 0.2)
         cut += [1] * 100
-        with pytest.raises(
-            SourceError, match=r"files/0.bin cannot be read: .*bytes arrived; expected \[30, 30\]"
-        ):
+        with pytest.raises(SourceError, match=r"files/0.bin cannot be read: .*15 bytes arrived; expected 30"):
             source_files.files_of("memory://files", (".bin",)).open("memory:///files/0.bin")
     finally:
         system.rm("/files", recursive=True)
