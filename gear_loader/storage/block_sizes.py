@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.layout import LARGEST_COUNT, LARGEST_SIZE, LINE, Layout, Record
+from gear_loader.storage.layout import LARGEST_COUNT, LARGEST_SIZE, LINE, Layout, Record, block_unit, round_up
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
 from gear_loader.utils.arrays import Array, shown
@@ -30,7 +30,7 @@ def expected_bytes(schema: Schema, block_steps: Array, mean_length: float, *, pa
     """Expected resident bytes of one trajectory, for lengths of a geometric distribution.
 
     A trajectory of L steps takes ceil(L / block_steps) blocks. Each block has its records, and its steps in every other
-    column, rounded up to 128 bytes, and its entries in the index; and each trajectory has a slot there.
+    column, rounded up to 128 bytes (see `block_unit`), and its entries in the index; and each trajectory has a slot.
 
     Args:
         schema: the columns.
@@ -60,14 +60,14 @@ def _bytes_of(schema: Schema, block_steps: Array, blocks: Array, *, packed: bool
     """Resident bytes of one trajectory with so many blocks on average, float64 [n]."""
     slot = Layout(schema, max_steps=1, max_trajectories=1, block_steps=1, num_blocks=1).slot_bytes
     record = Record.of(schema) if packed else None
-    sizes = [] if record is None else [record.bytes]
+    sizes = [] if record is None else [(record.bytes, record.block_unit)]
     sizes += [
-        column.step_bytes
+        (column.step_bytes, block_unit(column))
         for name, column in schema.steps.items()
         if record is None or name not in record.offsets
     ]
-    strides = sum(-(-block_steps * size // LINE) * LINE for size in sizes)
-    once = sum(-(-column.step_bytes // LINE) * LINE for column in schema.per_trajectory.values())
+    strides = sum(-(-block_steps * size // unit) * unit for size, unit in sizes)
+    once = sum(round_up(column.step_bytes, block_unit(column)) for column in schema.per_trajectory.values())
     result: Array = blocks * (strides + once + BLOCK_ENTRY_BYTES) + slot
     return result
 

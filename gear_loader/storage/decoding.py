@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,13 @@ from gear_loader.storage.dtypes import NUMPY_DTYPES
 from gear_loader.storage.ragged import Ragged, arranged
 from gear_loader.utils.arrays import Array, shown, unreadable
 from gear_loader.utils.lazy_torch import is_tensor, torch
+from gear_loader.utils.recycling import Recycler
 
 _MOST_THREADS = 8
+_THREAD_BYTES = (
+    1 << 16
+)  # encoded bytes, of each thread that decodes: to wake one takes as long as some small images
+_recycler = Recycler()
 
 
 @functools.cache
@@ -37,8 +43,12 @@ def _threads() -> int:
     return min(processors or 1, _MOST_THREADS)
 
 
-def for_each(count: int, work: Callable[[int], None]) -> None:
-    """Call ``work(i)`` for each i below `count`, in the calling thread and others; raise what the lowest i raised."""
+def for_each(count: int, work: Callable[[int], None], most: int = _MOST_THREADS) -> None:
+    """Call ``work(i)`` for each i below `count`, in the calling thread and others; raise what the lowest i raised.
+
+    Args:
+        most: threads that it is worth.
+    """
     numbers, failed = itertools.count(), list[tuple[int, Exception]]()
 
     def run() -> None:
@@ -55,7 +65,7 @@ def for_each(count: int, work: Callable[[int], None]) -> None:
             finally:
                 mine.set_result(None)
 
-    members = min(_threads(), count) - 1
+    members = min(_threads(), count, most) - 1
     helping: list[Future[None]] = []  # each before it is given to the pool, which may begin it and fail then
     try:
         if members > 0:
@@ -216,39 +226,34 @@ def decoded(
     coder, places = coder_of(coded), dict[int, int]()
     first = [places.setdefault(id(blob), i) for i, blob in enumerate(blobs)]
 
-    def guarded(i: int, work: Callable[[memoryview], Any]) -> Any:
+    def measure(i: int) -> tuple[int, ...]:
         blob = blobs[i]
-        assert blob is not None
+        if blob is None:
+            return tuple(extent or 0 for extent in coded.shape)
         try:
-            return work(blob)
+            found = coder.shape(blob)
+            coded.check_shape(found)
         except Exception as error:
             raise damaged(coded, name(i), error) from error
-
-    def measure(blob: memoryview) -> tuple[int, ...]:
-        found = coder.shape(blob)
-        coded.check_shape(found)
         return found
 
-    none = tuple(extent or 0 for extent in coded.shape)
-    shapes = (
-        None
-        if coded.fixed
-        else [none if blob is None else guarded(i, measure) for i, blob in enumerate(blobs)]
-    )
+    shapes = None if coded.fixed else list(map(measure, range(len(blobs))))
     result, outs = _room(coded, len(blobs), shapes, shape, pinned)
 
     def work(i: int) -> None:
-        def decode(blob: memoryview) -> None:
-            if shapes is None:
-                measure(blob)
-            coder.decode(blob, outs[i])
-
-        if blobs[i] is None:
+        blob = blobs[i]
+        if blob is None:
             outs[i][...] = 0
         elif first[i] == i:
-            guarded(i, decode)
+            try:
+                if shapes is None:
+                    coded.check_shape(coder.shape(blob))
+                coder.decode(blob, outs[i])
+            except Exception as error:
+                raise damaged(coded, name(i), error) from error
 
-    for_each(len(blobs), work)
+    size = sum(len(blob) for blob in blobs if blob is not None)
+    for_each(len(blobs), work, size // _THREAD_BYTES)
     for i, other in enumerate(first):
         if i != other:
             outs[i][...] = outs[other]
@@ -347,7 +352,10 @@ def _room(
     """What `decoded` returns, and the memory of each value in it."""
 
     def empty(*extents: int) -> torch.Tensor:
-        return torch.empty(extents, dtype=coded.dtype, device="cpu", pin_memory=pinned)
+        if pinned:
+            return torch.empty(extents, dtype=coded.dtype, device="cpu", pin_memory=True)
+        size = math.prod(extents) * coded.dtype.itemsize
+        return _recycler.empty(size).view(coded.dtype).view(extents)
 
     if shapes is None:
         sizes = coded.row_shape

@@ -83,7 +83,7 @@ import numpy as np
 
 from gear_loader.errors import RegionError, SchemaError
 from gear_loader.storage.disk import Tier
-from gear_loader.storage.schema import Schema
+from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import MAGIC
 from gear_loader.storage.table_rules import Rules
 from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
@@ -91,7 +91,7 @@ from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
@@ -116,6 +116,12 @@ def most_blocks(max_steps: int, max_trajectories: int, block_steps: int) -> int:
     return (max_steps + min(max_steps, max_trajectories) * (block_steps - 1)) // block_steps
 
 
+def block_unit(column: Column) -> int:
+    """What the bytes of a block of a column are a multiple of: a line, or of a ragged one, whose records only the host
+    gathers, a record."""
+    return LINE if column.ragged is None else column.step_bytes
+
+
 @dataclasses.dataclass(frozen=True)
 class ColumnLayout:
     """Place of one column, in bytes.
@@ -123,7 +129,8 @@ class ColumnLayout:
     Attributes:
         offset: from the region's start to the column's first step.
         step_bytes: bytes of a step.
-        block_stride: from block to block, a multiple of 128.
+        block_stride: from block to block, a multiple of 128; of the records of a ragged column, which the host gathers,
+            of 16.
         step_stride: from step to step in a block: `step_bytes`, or the bytes of a record.
         inside: offset inside the record; 0 of a column that lies by itself.
     """
@@ -147,10 +154,11 @@ class ColumnLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One step of several columns: offset of each in the record, and bytes of the record."""
+    """One step of several columns: offset of each in the record, and bytes of the record; see `block_unit`."""
 
     offsets: dict[str, int]
     bytes: int
+    block_unit: int
 
     @classmethod
     def of(cls, schema: Schema) -> Record | None:
@@ -166,7 +174,8 @@ class Record:
             offsets[name] = end
             end += narrow[name]
         least, words = round_up(end, 4), round_up(end, _WORD)
-        return cls(offsets, words if words * 16 <= least * 17 else least)
+        unit = max(block_unit(schema[name]) for name in narrow)
+        return cls(offsets, words if words * 16 <= least * 17 else least, unit)
 
 
 class Layout:
@@ -262,21 +271,24 @@ class Layout:
         self.columns: dict[str, ColumnLayout] = {}
         self.block_bytes = 0
         """Bytes of one block over all columns, padding included."""
-        base = offset
+        base = end = offset
+        shared = 0  # bytes of a block of records
         if self.record is not None:
-            self.block_bytes = round_up(self.record.bytes * block_steps, LINE)
+            shared = self.block_bytes = round_up(self.record.bytes * block_steps, self.record.block_unit)
+            end = round_up(end + num_blocks * shared, LINE)
         for name, column in schema.items():
             size = column.step_bytes
             if self.record is not None and name in self.record.offsets:
-                inside, stride = self.record.offsets[name], round_up(self.record.bytes * block_steps, LINE)
-                self.columns[name] = ColumnLayout(base + inside, size, stride, self.record.bytes, inside)
+                inside = self.record.offsets[name]
+                self.columns[name] = ColumnLayout(base + inside, size, shared, self.record.bytes, inside)
                 continue
-            stride = round_up(size * (1 if column.trajectory else block_steps), LINE)
-            self.columns[name] = ColumnLayout(base + num_blocks * self.block_bytes, size, stride, size)
+            stride = round_up(size * (1 if column.trajectory else block_steps), block_unit(column))
+            self.columns[name] = ColumnLayout(end, size, stride, size)
             self.block_bytes += stride
+            end = round_up(end + num_blocks * stride, LINE)
         self.on_device = on_device
         self.device_bytes = num_blocks * self.block_bytes if on_device else 0
-        self.payload_offset = end = base if on_device else base + num_blocks * self.block_bytes
+        self.payload_offset = end = base if on_device else end
         end += 0 if on_device else payload + LINE
         self.region_bytes = round_up(end, mmap.PAGESIZE)
 

@@ -132,3 +132,25 @@ def test_uneven_lengths_cost_about_a_twentieth() -> None:
         assert stats.overhead < 1.051
         assert stats.fixed_row_overhead > 2
         assert stats.reserved_bytes < stats.resident_bytes * 1.01 + 2 * 4096
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_ragged_values_of_4_kib_cost_less_than_a_twentieth(once: bool) -> None:
+    """One a trajectory: what the index has of it, 16 bytes of its record, and the header and padding of the value."""
+    random, count = np.random.default_rng(0), 400
+    sizes = random.lognormal(0, 1.0, count)
+    sizes = np.maximum(1, sizes * 4096 / sizes.mean()).astype(np.int64)
+    columns = {"value": gear.Column(torch.uint8, (None,), **({"per": "trajectory"} if once else {}))}
+    columns |= {"line": gear.Column(torch.uint8, (LINE,))} if once else {}
+    values = [torch.zeros(size, dtype=torch.uint8) for size in sizes.tolist()]
+    rows = [{"value": value if once else [value]} for value in values]
+    rows = [{**row, "line": torch.zeros(1, LINE, dtype=torch.uint8)} if once else row for row in rows]
+    given: dict[str, Any] = {"max_steps": count, "max_trajectories": count, "block_steps": "auto"}
+    memory = gear.Memory(payload=int(sizes.sum() * 1.02) + 64)
+    with gear.Table.create(columns, **given, memory=memory) as table:
+        table.extend(rows)
+        stats = table.stats()
+        assert stats.block_steps == 1
+        taken = stats.resident_bytes - table._engine.region.layout.arrays["extent"][0]
+        assert taken - stats.value_resident_bytes == count * (160 + LINE * once)
+        assert taken < 1.05 * stats.payload_bytes
