@@ -3,7 +3,8 @@
 Data sets are written here by the owners of their formats: ``pusht`` (2 cameras of 96 x 96, drawn) and ``aloha`` (2
 cameras of 480 x 640, photographs that move) by LeRobot, with images and with video as its tools have them; ``d4rl`` by
 h5py; ``numbers``, 10^7 steps in Parquet, by pyarrow; ``texts``, 100,000 episodes of one step, by Hugging Face datasets.
-``bucket``: Parquet with images, as LeRobot's, on moto's S3 server, each of whose requests takes 20 ms.
+``bucket`` (2 MB) and ``bucket-large`` (photographs, 100 MB): Parquet with images, as LeRobot's, on moto's S3 server,
+each of whose requests takes 20 ms.
 
 Each store is a process of its own, which opens it, with nothing cached but by the kernel, and makes passes of random
 samples: by two processes of `DataLoader`, or two threads. LeRobot, Lance and Hugging Face read what is there, or what
@@ -65,6 +66,11 @@ class Part:
     slack: float = 0.0
 
     @property
+    def in_bucket(self) -> bool:
+        """Whether it lies in a bucket."""
+        return self.name.startswith("bucket")
+
+    @property
     def own(self) -> tuple[str, ...]:
         """The variants of this project."""
         return tuple(name for name, library in self.stores.items() if library.startswith("gear"))
@@ -84,12 +90,12 @@ FILMED = ("robot", ("lerobot", "LeRobot, PyAV"), {**DECODED, **VIDEO})
 MEMORY = {"ours": "gear_data", "DataLoader, in memory": "plain_data", **PEERS}
 FEW = {"ours": "gear_data", "Hugging Face": "plain_data", "Lance": "lance"}
 STREAMED = {**OURS, "MosaicML Streaming": "streaming"}
-PUSHT, ALOHA = ((2, 64, 96, 96), (10, 100, 96, 96)), ((2, 16, 480, 640), (2, 100, 480, 640))
+PUSHT, ALOHA = ((2, 64, 96, 96), (10, 100, 96, 96)), ((2, 16, 480, 640), (2, 50, 480, 640))
 PARTS = (
     Part("pusht", "pusht, images", *ROBOT, PUSHT, 32, 31, IMAGES, "ours, decoded"),
     Part("pusht-video", "pusht, video", *FILMED, PUSHT, 32, 31, dict.fromkeys(VIDEO, 5.0), "ours, decoded", 12),
-    Part("aloha", "aloha, images", *ROBOT, ALOHA, 8, 25, IMAGES, "ours, decoded"),
-    Part("aloha-video", "aloha, video", *FILMED, ALOHA, 8, 25, dict.fromkeys(VIDEO, 5.0), "ours, decoded", 12),
+    Part("aloha", "aloha, images", *ROBOT, ALOHA, 8, 12, IMAGES, "ours, decoded"),
+    Part("aloha-video", "aloha, video", *FILMED, ALOHA, 8, 12, dict.fromkeys(VIDEO, 5.0), "ours, decoded", 12),
     Part("d4rl", "D4RL, 200,000 steps", "numbers", ("plain_data", "hdf5"), MEMORY,
          ((4, 500), (200, 1000)), 256, 200),
     Part("numbers", "10,000,000 steps in Parquet", "numbers", ("plain_data", "parquet"), FEW,
@@ -98,6 +104,8 @@ PARTS = (
          ((500, 1), (100_000, 1)), 64, 200),
     Part("bucket", "images in a bucket, 20 ms a request", "robot", ("plain_data", "frames"), STREAMED,
          ((8, 16, 96, 96), (20, 100, 96, 96)), 32, 62, {"MosaicML Streaming": 1.0}),
+    Part("bucket-large", "photographs in a bucket, 20 ms a request", "robot", ("plain_data", "frames"), STREAMED,
+         ((8, 16, 224, 224), (16, 32, 224, 224)), 32, 16, {"MosaicML Streaming": 1.0}),
 )  # fmt: skip
 NAMES = tuple(part.name for part in PARTS)
 Parts = option(str, f"Some of {','.join(NAMES)}; all by default.")
@@ -116,7 +124,7 @@ def command(session: Session, parts: Parts = None) -> None:
         ):
             where = Path(folder) / "data"
             address = ""
-            if part.name == "bucket":
+            if part.in_bucket:
                 address = session.attempt(part.label, functools.partial(stack.enter_context, _bucket()))
             if address is None:
                 continue
@@ -168,14 +176,14 @@ def _measured(session: Session, part: Part, folder: Path, small: Path, most: int
         told = {"batch": part.batch, "passes": most, "item": "sample"}
         session.compare(part.name, part.label, variants, "ours", told, references, unit="rows")
         there = set(processes)
-    if part.name != "bucket":
+    if not part.in_bucket:
         _memory(session, part, folder, small, there, most)
 
 
 def _variant(session: Session, part: Part, name: str, process: PeerProcess, most: int) -> Variant:
     """A store. What is timed is its later passes, from a bucket opening it and the first."""
     told: dict[str, Any] = {"batch": part.batch, "workers": WORKERS, "passes": most}
-    figures, count = Medians(), most if part.name == "bucket" else most * LATER
+    figures, count = Medians(), most if part.in_bucket else most * LATER
 
     def measure() -> float:
         answer = process.ask("measure", **told, later=LATER)
@@ -186,7 +194,7 @@ def _variant(session: Session, part: Part, name: str, process: PeerProcess, most
         }
         used = answer["processor"] / (LATER * most * part.batch)
         figures.note(first_batch_s=answer["first_batch"], **rates, processor_us_per_sample=used * 1e6)
-        return float(first if part.name == "bucket" else answer["seconds"])
+        return float(first if part.in_bucket else answer["seconds"])
 
     parameters = {} if name in part.own else {"peer": process.about}
     return Variant(
