@@ -88,7 +88,7 @@ VIDEO = {"LeRobot, torchcodec": "lerobot", "LeRobot, PyAV": "lerobot"}
 ROBOT = ("robot", ("lerobot", "LeRobot"), {**DECODED, "LeRobot": "lerobot", **PEERS})
 FILMED = ("robot", ("lerobot", "LeRobot, PyAV"), {**DECODED, **VIDEO})
 MEMORY = {"ours": "gear_data", "DataLoader, in memory": "plain_data", **PEERS}
-FEW = {"ours": "gear_data", "Hugging Face": "plain_data", "Lance": "lance"}
+FEW = {**OURS, "Hugging Face": "plain_data", "Lance": "lance"}
 STREAMED = {**OURS, "MosaicML Streaming": "streaming"}
 PUSHT, ALOHA = ((2, 64, 96, 96), (10, 100, 96, 96)), ((2, 16, 480, 640), (2, 50, 480, 640))
 PARTS = (
@@ -100,7 +100,7 @@ PARTS = (
          ((4, 500), (200, 1000)), 256, 200),
     Part("numbers", "10,000,000 steps in Parquet", "numbers", ("plain_data", "parquet"), FEW,
          ((4, 2000), (10_000, 1000)), 1024, 200),
-    Part("texts", "100,000 texts", "texts", ("plain_data", "texts"), {"ours": "gear_data", **PEERS},
+    Part("texts", "100,000 texts", "texts", ("plain_data", "texts"), {**OURS, **PEERS},
          ((500, 1), (100_000, 1)), 64, 200),
     Part("bucket", "images in a bucket, 20 ms a request", "robot", ("plain_data", "frames"), STREAMED,
          ((8, 16, 96, 96), (20, 100, 96, 96)), 32, 62, {"MosaicML Streaming": 1.0}),
@@ -214,7 +214,7 @@ def _memory(session: Session, part: Part, folder: Path, small: Path, there: set[
     """The memory of processes that read the same."""
     amounts = []
     for name, library in part.stores.items():
-        if name not in there or (session.quick and name != "ours"):
+        if name not in there or (session.quick and name != "ours") or name == "ours, in the background":
             continue
         for count in READERS[: 2 if session.quick else None]:
 
