@@ -11,8 +11,8 @@ samples: by two processes of `DataLoader`, or two threads. LeRobot, Lance and Hu
 their own tools wrote of it; WebDataset has tars, Streaming its MDS. What is delivered is compared with what was stored.
 
 A turn is: open, a pass, another pass. Figures: samples a second of the later pass; seconds from opening to the first
-batch; samples a second from opening to the end of the first pass; processor time of the later pass, which other
-programs on the machine change least. In a bucket what is compared is the first pass. Large data sets have passes of a
+batch; samples a second from opening to the end of the first pass; processor time of both, which other programs
+on the machine change least. In a bucket what is compared is the first pass. Large data sets have passes of a
 part: `Part.passes` batches. Then the sum of the PSS of 1, 2 and 4 processes that read the same.
 
 See `benchmarks/peers/data.py`.
@@ -192,8 +192,11 @@ def _variant(session: Session, part: Part, name: str, process: PeerProcess, most
             "first_pass_per_s": most * part.batch / first,
             "later_passes_per_s": most * part.batch / later,
         }
-        used = answer["processor"] / (LATER * most * part.batch)
-        figures.note(first_batch_s=answer["first_batch"], **rates, processor_us_per_sample=used * 1e6)
+        used = {
+            "processor_first_s": answer["processor_first"],
+            "processor_us_per_sample": 1e6 * answer["processor"] / (LATER * most * part.batch),
+        }
+        figures.note(first_batch_s=answer["first_batch"], **rates, **used)
         return float(first if part.in_bucket else answer["seconds"])
 
     parameters = {} if name in part.own else {"peer": process.about}
