@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError, SourceError
+from gear_loader.sources._optional import release_arrow_memory
 from gear_loader.sources.episodes import Episode, EpisodeReader
 from gear_loader.sources.fitting import fitted_episodes
 from gear_loader.storage.incoming import checked_priorities, with_final
@@ -67,6 +68,12 @@ class Filling:
 
     def pieces(self) -> Iterator[np.ndarray]:
         """Add the episodes piece by piece; yields the indices of each."""
+        try:
+            yield from self._pieces()
+        finally:
+            release_arrow_memory()
+
+    def _pieces(self) -> Iterator[np.ndarray]:
         table, reader = self.table, self.reader
         gathered = StatisticsOf(table.schema.added) if self.statistics else None
         self.added = self.first
