@@ -97,7 +97,7 @@ PARTS = (
     Part("aloha", "aloha, images", *ROBOT, ALOHA, 8, 12, IMAGES, "ours, decoded"),
     Part("aloha-video", "aloha, video", *FILMED, ALOHA, 8, 12, dict.fromkeys(VIDEO, 5.0), "ours, decoded", 12),
     Part("d4rl", "D4RL, 200,000 steps", "numbers", ("plain_data", "hdf5"), MEMORY,
-         ((4, 500), (200, 1000)), 256, 200),
+         ((4, 500), (200, 1000)), 256, 40),
     Part("numbers", "10,000,000 steps in Parquet", "numbers", ("plain_data", "parquet"), FEW,
          ((4, 2000), (10_000, 1000)), 1024, 200),
     Part("texts", "100,000 texts", "texts", ("plain_data", "texts"), {**OURS, **PEERS},
