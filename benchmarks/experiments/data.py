@@ -109,13 +109,16 @@ PARTS = (
 )  # fmt: skip
 NAMES = tuple(part.name for part in PARTS)
 Parts = option(str, f"Some of {','.join(NAMES)}; all by default.")
+FIGURES = ("speed", "memory")
+Figures = option(str, f"Some of {','.join(FIGURES)}; both by default.")
 
 
 @experiment("data", repeats=(1, 3), pause=0.1)
-def command(session: Session, parts: Parts = None) -> None:
+def command(session: Session, parts: Parts = None, figures: Figures = None) -> None:
     """Data sets from a disk and a bucket, beside LeRobot, Hugging Face, WebDataset, Streaming and Lance."""
     chosen = some_of(parts or ",".join(NAMES), NAMES, "--parts")
-    session.configure(parts=chosen, workers=WORKERS, readers=list(READERS), seed=SEED)
+    measured = some_of(figures or ",".join(FIGURES), FIGURES, "--figures")
+    session.configure(parts=chosen, figures=measured, workers=WORKERS, readers=list(READERS), seed=SEED)
     wanted = [part for part in PARTS if part.name in chosen]
     for part in session.each("data", wanted, lambda part: str(part.label)):
         with (
@@ -132,7 +135,7 @@ def command(session: Session, parts: Parts = None) -> None:
             small = Path(folder) / "small"
             _written(small, part, part.sizes[0], QUICK * part.batch, address)
             _written(where, part, part.sizes[not session.quick], most * part.batch, address)
-            _measured(session, part, where, small, most, address)
+            _measured(session, part, where, small, most, address, measured)
 
 
 def _launch(session: Session, library: str, variant: str) -> PeerProcess:
@@ -143,7 +146,9 @@ def _place(folder: Path, name: str) -> Path:
     return folder / "stores" / name.replace(" ", "-").replace(",", "")
 
 
-def _measured(session: Session, part: Part, folder: Path, small: Path, most: int, address: str) -> None:
+def _measured(
+    session: Session, part: Part, folder: Path, small: Path, most: int, address: str, figures: list[str]
+) -> None:
     with contextlib.ExitStack() as stack:
 
         def made() -> dict[str, Any]:
@@ -174,9 +179,10 @@ def _measured(session: Session, part: Part, folder: Path, small: Path, most: int
         variants = [_variant(session, part, name, process, most) for name, process in processes.items()]
         references = [name for name in processes if name != "ours"]
         told = {"batch": part.batch, "passes": most, "item": "sample"}
-        session.compare(part.name, part.label, variants, "ours", told, references, unit="rows")
+        if "speed" in figures:
+            session.compare(part.name, part.label, variants, "ours", told, references, unit="rows")
         there = set(processes)
-    if not part.in_bucket:
+    if not part.in_bucket and "memory" in figures:
         _memory(session, part, folder, small, there, most)
 
 

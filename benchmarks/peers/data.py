@@ -6,7 +6,8 @@ without replacement where a library can. Times count from the moment at which a 
 imported, and nothing cached but by the kernel.
 
 Memory of readers: so many processes, forked before anything was opened, read a small store and close it, then each make
-a pass over the large one and look at every value; the growth of the sum of their PSS in between is the figure.
+a pass over the large one and look at every value; the growth of the sum of their PSS in between is the figure, without
+pages of files that are not the data set's.
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ def _reader(
             source.give_back()
             pipe.send(0)
             pipe.recv()
-            pipe.send(source.memory_of("Pss"))
+            pipe.send(source.memory_with(subject.data.folder))
             pipe.recv()
             subject.close()
             pipe.send(0)
