@@ -3,15 +3,16 @@
 Data sets are written here by the owners of their formats: ``pusht`` (2 cameras of 96 x 96, drawn) and ``aloha`` (2
 cameras of 480 x 640, photographs that move) by LeRobot, with images and with video as its tools have them; ``d4rl`` by
 h5py; ``numbers``, 10^7 steps in Parquet, by pyarrow; ``texts``, 100,000 episodes of one step, by Hugging Face datasets.
-``bucket``: Parquet with images, as LeRobot's, on moto's S3 server, each of whose requests takes 20 ms.
+``bucket`` (2 MB) and ``bucket-large`` (photographs, 100 MB): Parquet with images, as LeRobot's, on moto's S3 server,
+each of whose requests takes 20 ms.
 
 Each store is a process of its own, which opens it, with nothing cached but by the kernel, and makes passes of random
 samples: by two processes of `DataLoader`, or two threads. LeRobot, Lance and Hugging Face read what is there, or what
 their own tools wrote of it; WebDataset has tars, Streaming its MDS. What is delivered is compared with what was stored.
 
 A turn is: open, a pass, another pass. Figures: samples a second of the later pass; seconds from opening to the first
-batch; samples a second from opening to the end of the first pass; processor time of the later pass, which other
-programs on the machine change least. In a bucket what is compared is the first pass. Large data sets have passes of a
+batch; samples a second from opening to the end of the first pass; processor time of both, which other programs
+on the machine change least. In a bucket what is compared is the first pass. Large data sets have passes of a
 part: `Part.passes` batches. Then the sum of the PSS of 1, 2 and 4 processes that read the same.
 
 See `benchmarks/peers/data.py`.
@@ -65,6 +66,11 @@ class Part:
     slack: float = 0.0
 
     @property
+    def in_bucket(self) -> bool:
+        """Whether it lies in a bucket."""
+        return self.name.startswith("bucket")
+
+    @property
     def own(self) -> tuple[str, ...]:
         """The variants of this project."""
         return tuple(name for name, library in self.stores.items() if library.startswith("gear"))
@@ -82,32 +88,37 @@ VIDEO = {"LeRobot, torchcodec": "lerobot", "LeRobot, PyAV": "lerobot"}
 ROBOT = ("robot", ("lerobot", "LeRobot"), {**DECODED, "LeRobot": "lerobot", **PEERS})
 FILMED = ("robot", ("lerobot", "LeRobot, PyAV"), {**DECODED, **VIDEO})
 MEMORY = {"ours": "gear_data", "DataLoader, in memory": "plain_data", **PEERS}
-FEW = {"ours": "gear_data", "Hugging Face": "plain_data", "Lance": "lance"}
+FEW = {**OURS, "Hugging Face": "plain_data", "Lance": "lance"}
 STREAMED = {**OURS, "MosaicML Streaming": "streaming"}
-PUSHT, ALOHA = ((2, 64, 96, 96), (10, 100, 96, 96)), ((2, 16, 480, 640), (2, 100, 480, 640))
+PUSHT, ALOHA = ((2, 64, 96, 96), (10, 100, 96, 96)), ((2, 16, 480, 640), (2, 50, 480, 640))
 PARTS = (
     Part("pusht", "pusht, images", *ROBOT, PUSHT, 32, 31, IMAGES, "ours, decoded"),
     Part("pusht-video", "pusht, video", *FILMED, PUSHT, 32, 31, dict.fromkeys(VIDEO, 5.0), "ours, decoded", 12),
-    Part("aloha", "aloha, images", *ROBOT, ALOHA, 8, 25, IMAGES, "ours, decoded"),
-    Part("aloha-video", "aloha, video", *FILMED, ALOHA, 8, 25, dict.fromkeys(VIDEO, 5.0), "ours, decoded", 12),
+    Part("aloha", "aloha, images", *ROBOT, ALOHA, 8, 12, IMAGES, "ours, decoded"),
+    Part("aloha-video", "aloha, video", *FILMED, ALOHA, 8, 12, dict.fromkeys(VIDEO, 5.0), "ours, decoded", 12),
     Part("d4rl", "D4RL, 200,000 steps", "numbers", ("plain_data", "hdf5"), MEMORY,
-         ((4, 500), (200, 1000)), 256, 200),
+         ((4, 500), (200, 1000)), 256, 40),
     Part("numbers", "10,000,000 steps in Parquet", "numbers", ("plain_data", "parquet"), FEW,
          ((4, 2000), (10_000, 1000)), 1024, 200),
-    Part("texts", "100,000 texts", "texts", ("plain_data", "texts"), {"ours": "gear_data", **PEERS},
+    Part("texts", "100,000 texts", "texts", ("plain_data", "texts"), {**OURS, **PEERS},
          ((500, 1), (100_000, 1)), 64, 200),
     Part("bucket", "images in a bucket, 20 ms a request", "robot", ("plain_data", "frames"), STREAMED,
          ((8, 16, 96, 96), (20, 100, 96, 96)), 32, 62, {"MosaicML Streaming": 1.0}),
+    Part("bucket-large", "photographs in a bucket, 20 ms a request", "robot", ("plain_data", "frames"), STREAMED,
+         ((8, 16, 224, 224), (16, 32, 224, 224)), 32, 16, {"MosaicML Streaming": 1.0}),
 )  # fmt: skip
 NAMES = tuple(part.name for part in PARTS)
 Parts = option(str, f"Some of {','.join(NAMES)}; all by default.")
+FIGURES = ("speed", "memory")
+Figures = option(str, f"Some of {','.join(FIGURES)}; both by default.")
 
 
 @experiment("data", repeats=(1, 3), pause=0.1)
-def command(session: Session, parts: Parts = None) -> None:
+def command(session: Session, parts: Parts = None, figures: Figures = None) -> None:
     """Data sets from a disk and a bucket, beside LeRobot, Hugging Face, WebDataset, Streaming and Lance."""
     chosen = some_of(parts or ",".join(NAMES), NAMES, "--parts")
-    session.configure(parts=chosen, workers=WORKERS, readers=list(READERS), seed=SEED)
+    measured = some_of(figures or ",".join(FIGURES), FIGURES, "--figures")
+    session.configure(parts=chosen, figures=measured, workers=WORKERS, readers=list(READERS), seed=SEED)
     wanted = [part for part in PARTS if part.name in chosen]
     for part in session.each("data", wanted, lambda part: str(part.label)):
         with (
@@ -116,7 +127,7 @@ def command(session: Session, parts: Parts = None) -> None:
         ):
             where = Path(folder) / "data"
             address = ""
-            if part.name == "bucket":
+            if part.in_bucket:
                 address = session.attempt(part.label, functools.partial(stack.enter_context, _bucket()))
             if address is None:
                 continue
@@ -124,7 +135,7 @@ def command(session: Session, parts: Parts = None) -> None:
             small = Path(folder) / "small"
             _written(small, part, part.sizes[0], QUICK * part.batch, address)
             _written(where, part, part.sizes[not session.quick], most * part.batch, address)
-            _measured(session, part, where, small, most, address)
+            _measured(session, part, where, small, most, address, measured)
 
 
 def _launch(session: Session, library: str, variant: str) -> PeerProcess:
@@ -135,7 +146,9 @@ def _place(folder: Path, name: str) -> Path:
     return folder / "stores" / name.replace(" ", "-").replace(",", "")
 
 
-def _measured(session: Session, part: Part, folder: Path, small: Path, most: int, address: str) -> None:
+def _measured(
+    session: Session, part: Part, folder: Path, small: Path, most: int, address: str, figures: list[str]
+) -> None:
     with contextlib.ExitStack() as stack:
 
         def made() -> dict[str, Any]:
@@ -166,16 +179,17 @@ def _measured(session: Session, part: Part, folder: Path, small: Path, most: int
         variants = [_variant(session, part, name, process, most) for name, process in processes.items()]
         references = [name for name in processes if name != "ours"]
         told = {"batch": part.batch, "passes": most, "item": "sample"}
-        session.compare(part.name, part.label, variants, "ours", told, references, unit="rows")
+        if "speed" in figures:
+            session.compare(part.name, part.label, variants, "ours", told, references, unit="rows")
         there = set(processes)
-    if part.name != "bucket":
+    if not part.in_bucket and "memory" in figures:
         _memory(session, part, folder, small, there, most)
 
 
 def _variant(session: Session, part: Part, name: str, process: PeerProcess, most: int) -> Variant:
     """A store. What is timed is its later passes, from a bucket opening it and the first."""
     told: dict[str, Any] = {"batch": part.batch, "workers": WORKERS, "passes": most}
-    figures, count = Medians(), most if part.name == "bucket" else most * LATER
+    figures, count = Medians(), most if part.in_bucket else most * LATER
 
     def measure() -> float:
         answer = process.ask("measure", **told, later=LATER)
@@ -184,9 +198,12 @@ def _variant(session: Session, part: Part, name: str, process: PeerProcess, most
             "first_pass_per_s": most * part.batch / first,
             "later_passes_per_s": most * part.batch / later,
         }
-        used = answer["processor"] / (LATER * most * part.batch)
-        figures.note(first_batch_s=answer["first_batch"], **rates, processor_us_per_sample=used * 1e6)
-        return float(first if part.name == "bucket" else answer["seconds"])
+        used = {
+            "processor_first_s": answer["processor_first"],
+            "processor_us_per_sample": 1e6 * answer["processor"] / (LATER * most * part.batch),
+        }
+        figures.note(first_batch_s=answer["first_batch"], **rates, **used)
+        return float(first if part.in_bucket else answer["seconds"])
 
     parameters = {} if name in part.own else {"peer": process.about}
     return Variant(
@@ -206,7 +223,7 @@ def _memory(session: Session, part: Part, folder: Path, small: Path, there: set[
     """The memory of processes that read the same."""
     amounts = []
     for name, library in part.stores.items():
-        if name not in there or (session.quick and name != "ours"):
+        if name not in there or (session.quick and name != "ours") or name == "ours, in the background":
             continue
         for count in READERS[: 2 if session.quick else None]:
 

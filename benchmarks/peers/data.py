@@ -6,7 +6,8 @@ without replacement where a library can. Times count from the moment at which a 
 imported, and nothing cached but by the kernel.
 
 Memory of readers: so many processes, forked before anything was opened, read a small store and close it, then each make
-a pass over the large one and look at every value; the growth of the sum of their PSS in between is the figure.
+a pass over the large one and look at every value; the growth of the sum of their PSS in between is the figure, without
+pages of files that are not the data set's.
 """
 
 from __future__ import annotations
@@ -174,11 +175,14 @@ class Worker(source.Worker):
         return {}
 
     def measure(self, batch: int, workers: int, passes: int, later: int) -> dict[str, Any]:
-        """Seconds from opening to the first batch and to the end of the first pass; then of so many passes."""
+        """Seconds from opening to the first batch and to the end of the first pass; then of so many passes.
+
+        And processor time of the first pass, opening included, and of those passes.
+        """
         subject = self.subject
         subject.close()
         with source.undisturbed():
-            started = time.perf_counter()
+            before, started = _processor_seconds(), time.perf_counter()
             subject.open(batch, workers, passes)
             batches = subject.batches()
             next(batches)
@@ -188,9 +192,9 @@ class Worker(source.Worker):
             first = time.perf_counter() - started
             busy = _processor_seconds()
             seconds = sum(self._passed(batch, passes) for _ in range(later))
-            busy = _processor_seconds() - busy
+            used = {"processor": _processor_seconds() - busy, "processor_first": busy - before}
         subject.close()
-        return {"first_batch": first_batch, "first": first, "seconds": seconds, "processor": busy}
+        return {"first_batch": first_batch, "first": first, "seconds": seconds, **used}
 
     def readers(self, count: int, small: list[str], batch: int, passes: int) -> dict[str, Any]:
         """Growth of the sum of PSS of so many processes, bytes. small: folder and place of what they read before."""
@@ -280,7 +284,7 @@ def _reader(
             source.give_back()
             pipe.send(0)
             pipe.recv()
-            pipe.send(source.memory_of("Pss"))
+            pipe.send(source.memory_with(subject.data.folder))
             pipe.recv()
             subject.close()
             pipe.send(0)

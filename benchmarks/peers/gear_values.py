@@ -42,8 +42,9 @@ class _Named(values.Subject):
         name = f"bench-values-{os.getpid()}-{secrets.token_hex(4)}"
         options.setdefault("max_steps", self.data.count)
         options.setdefault("max_trajectories", options["max_steps"] // options["block_steps"])
-        room = payload + payload // 64 + (1 << 16)
-        memory = gear.Memory(payload=room) if payload else None
+        room = payload + payload // 64 + (1 << 16) if payload else None
+        blocks = -(-options["max_steps"] // options["block_steps"])  # no trajectory ends within one
+        memory = gear.Memory(payload=room, max_blocks=blocks)
         self.store = gear.Table.create(columns, name=name, memory=memory, **options)
         self.place.write_text(name, encoding="ascii")
         return self.store

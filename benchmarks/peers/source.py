@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,23 @@ def memory_of(field: str) -> int:
     """Bytes in a field of this process's smaps_rollup: "Anonymous" without files, "Pss" with its share of those."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))
+
+
+def memory_with(folder: Path) -> int:
+    """Bytes of this process, with its share of shared memory and of mapped files in a folder.
+
+    Libraries are left out, whose pages the system takes back when memory is short.
+    """
+    mapped, ours = 0, False
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if (
+                line[0] in "0123456789abcdef"
+            ):  # a mapping: addresses, permissions, offset, device, inode, path
+                ours = line.split(maxsplit=5)[-1].startswith(f"{folder}/")
+            elif ours and line.startswith("Pss:"):
+                mapped += int(line.split()[1]) * 1024
+    return memory_of("Pss_Anon") + memory_of("Pss_Shmem") + mapped
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 What is stored lies in a folder that the experiment has made (`Data`). A store is filled there, opened, and gives
 batches without end. Memory of readers: so many processes, forked before anything was opened, read a small store and
-close it, then all of the large one; the growth of the sum of their PSS in between is the figure.
+close it, then all of the large one; the growth of the sum of their PSS in between is the figure, without pages of files
+that are not the store's.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ def _reader(kind: Any, pipe: Any, small: list[str], large: list[str], batch: int
             pipe.send(f"{type(error).__name__}: {error}")
             return
         pipe.recv()
-        pipe.send(source.memory_of("Pss"))
+        pipe.send(source.memory_with(subject.data.folder))
         pipe.recv()
         if place != large[1]:
             del batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 _EXTRAS = {
@@ -33,3 +34,9 @@ def require(module: str, purpose: str) -> Any:
             "Loader)",
             name=module,
         ) from error
+
+
+def release_arrow_memory() -> None:
+    """Give memory that Arrow no longer uses back to the system, of which it keeps hundreds of MB for itself."""
+    if (arrow := sys.modules.get("pyarrow")) is not None:
+        arrow.default_memory_pool().release_unused()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError, SourceError
+from gear_loader.sources._optional import release_arrow_memory
 from gear_loader.sources.episodes import Episode, EpisodeReader
 from gear_loader.sources.fitting import fitted_episodes
 from gear_loader.storage.incoming import checked_priorities, with_final
@@ -67,6 +68,12 @@ class Filling:
 
     def pieces(self) -> Iterator[np.ndarray]:
         """Add the episodes piece by piece; yields the indices of each."""
+        try:
+            yield from self._pieces()
+        finally:
+            release_arrow_memory()
+
+    def _pieces(self) -> Iterator[np.ndarray]:
         table, reader = self.table, self.reader
         gathered = StatisticsOf(table.schema.added) if self.statistics else None
         self.added = self.first
@@ -110,12 +117,6 @@ class Filling:
             layout.payload / 2,
         )
 
-    def _steps(self, episode: Episode) -> int:
-        """Steps of an episode."""
-        name = next(name for name, column in self.table.schema.added.items() if not column.trajectory)
-        values = episode[name]
-        return len(values.offsets) - 1 if isinstance(values, Ragged) else len(values)
-
     def _cut(self, episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
         """Episodes in pieces of at most `piece` bytes, but at least one episode."""
         ragged = list(self.table.schema.ragged)
@@ -123,12 +124,13 @@ class Filling:
         taken = 0
         limits, used = np.array(self._most()), np.zeros(4)
         block_steps = self.table._engine.region.layout.block_steps
+        by_step = next(name for name, column in self.table.schema.added.items() if not column.trajectory)
         for episode in episodes:
             sizes: dict[str, int] = {}
             if self.piece is not None:
                 refuse_long(self.table, self.reader.source, episode)
                 sizes = {name: size_of(values) for name, values in episode.items()}
-            size, steps = sum(sizes.values()), self._steps(episode)
+            size, steps = sum(sizes.values()), _steps(episode[by_step])
             blocks = -(-(steps + 1) // block_steps)
             own = np.array([1, steps, blocks, sum(sizes.get(name, 0) for name in ragged)])
             if (
@@ -211,13 +213,18 @@ def add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
 
 def size_of(values: Any) -> int:
     """Bytes of the values of a column, about."""
-    if isinstance(values, (np.ndarray, torch.Tensor)):
-        return int(values.nbytes)
-    if isinstance(values, Ragged):
-        return int(values.values.nbytes + values.offsets.nbytes)
+    if isinstance(values, (str, bytes)):  # torch takes longest to tell what is its own
+        return len(values)
     if isinstance(values, (list, tuple)):
         return sum(map(size_of, values))
-    return len(values) if isinstance(values, (str, bytes)) else 64
+    if isinstance(values, (np.ndarray, torch.Tensor)):
+        return int(values.nbytes)
+    return int(values.values.nbytes + values.offsets.nbytes) if isinstance(values, Ragged) else 64
+
+
+def _steps(values: Any) -> int:
+    """Steps of the values of a column."""
+    return len(values.offsets) - 1 if isinstance(values, Ragged) else len(values)
 
 
 def _text_size(values: Any) -> int:

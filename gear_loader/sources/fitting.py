@@ -11,7 +11,7 @@ import torch
 
 from gear_loader.errors import SourceError
 from gear_loader.sources.episodes import Episode, EpisodeReader, converted, describe
-from gear_loader.storage.dtypes import torch_dtypes
+from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
@@ -159,6 +159,15 @@ def _fits(own: Column, column: Column) -> bool:
     return same or (given.kind == "coded" and wanted.kind == "bytes")
 
 
+def _same_type(column: Column) -> tuple[Any, np.dtype | None]:
+    """Type and dtype of values per step that `fitted` returns as they are, if their shape is the column's; of short
+    episodes the checks take longer than the rest."""
+    values, dtype = column.ragged, NUMPY_DTYPES.get(column.dtype_name)
+    if values is not None:
+        return (None if column.trajectory or values.kind == "array" else list), None
+    return (None if column.trajectory or dtype is None else np.ndarray), dtype
+
+
 def fitted_episodes(
     reader: EpisodeReader, table: Table, episodes: Iterable[Episode] | None = None, first: int = 0
 ) -> Generator[Episode]:
@@ -168,12 +177,16 @@ def fitted_episodes(
         episodes: those of the reader from `first` on; None: all.
     """
     finals: Mapping[str, Column] = table.schema.finals or {}
+    columns = [(name, column, _same_type(column)) for name, column in table.schema.added.items()]
     for number, episode in enumerate(reader if episodes is None else episodes, first):
         where = f"{reader.source}, episode {number}{{}}: column "
-        values: dict[str, Any] = {
-            name: fitted(episode[name], column, f"{where}{name!r}", finite=False)
-            for name, column in table.schema.added.items()
-        }
+        values: dict[str, Any] = {}
+        for name, column, same in columns:
+            given = episode[name]
+            fits = type(given) is same[0] and (
+                same[1] is None or (given.dtype == same[1] and given.shape[1:] == column.shape)
+            )
+            values[name] = given if fits else fitted(given, column, f"{where}{name!r}", finite=False)
         final = final_of(episode)
         last: dict[str, Any] = {}
         if finals and all(name in final for name in finals):

@@ -260,7 +260,7 @@ def _located_text(kind: str, given: Any, what: str, once: bool) -> tuple[Array, 
 def _joined(pieces: Sequence[bytes]) -> tuple[Array, Array, object]:
     rows: Array = np.array([len(piece) for piece in pieces], dtype=np.int64)
     data: Array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
-    return rows, data.ctypes.data + np.cumsum(rows) - rows, data
+    return rows, rows.cumsum() - rows + data_address(data), data
 
 
 def _array(values: Values, given: Any, what: str) -> tuple[Any, int]:
