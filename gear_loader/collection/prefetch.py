@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from gear_loader.collection.batches import Batch
+from gear_loader.collection.batches_ahead import BatchesAhead, Fills
 from gear_loader.collection.buffers import Buffers, clone_batch
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.references import can_count
@@ -26,6 +27,7 @@ from gear_loader.errors import GearError, LockTimeoutError
 from gear_loader.kernels.devices import on_device
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.storage.queue_loops import MOST_ASKED
+from gear_loader.storage.queued import QueuedSeveral
 from gear_loader.storage.ragged import Ragged
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.background import background_thread, is_ending, stop_at_end
@@ -156,6 +158,7 @@ class Prefetcher:
         queue: Callable[..., bool] | None = None,
         *,
         alone: bool = False,
+        several: Fills | None = None,
     ) -> Iterator[Batch]:
         """Yield a batch for each of `items`, in order.
 
@@ -164,13 +167,14 @@ class Prefetcher:
             queue: as `Filler.queue`, tried first if the buffers can be filled so.
             items: second arguments of `fill`. A generator is closed if this ends, and no thread uses it.
             alone: fill them in the calling thread; which are filled at a request is the same.
+            several: what `queue` is of; it can queue several batches at a time.
         """
         if self._prefetch and self.collector.waits and not alone:
             yield from self._ahead_in_thread(fill, items)
             return
         try:
             if self._prefetch:
-                yield from self._ahead_on_stream(fill, items, queue)
+                yield from self._ahead_on_stream(fill, items, queue, several)
             else:
                 for item in items:
                     yield self.one(fill, item, queue)
@@ -183,24 +187,42 @@ class Prefetcher:
         fill: Callable[[Buffers, Item], int],
         items: Iterator[Item],
         queue: Callable[..., bool] | None = None,
+        several: Fills | None = None,
     ) -> Iterator[Batch]:
         ready, more = self._ready, True
         failure: Exception | None = None
-        while ready or more:
-            self._check_process()
-            refuse_capture(self.collector.device, "a batch")
-            self._recycle()  # the consumer has asked for one more
-            try:
-                for item in itertools.islice(items, self._prefetch + 1 - len(ready) if more else 0):
-                    buffers = self._take()
-                    ready.append((buffers, self._run(fill, buffers, item, queue)))
-                more = len(ready) > self._prefetch
-            except Exception as error:  # raised after the ready batches
-                more, failure = False, error
-            if ready:
-                yield self._deliver(*ready.popleft())
+        ahead = self._batches_ahead(several, items)
+        if ahead is not None:
+            items = ahead.items
+        try:
+            while ready or more:
+                self._check_process()
+                refuse_capture(self.collector.device, "a batch")
+                self._recycle()  # the consumer has asked for one more
+                try:
+                    for item in itertools.islice(items, self._prefetch + 1 - len(ready) if more else 0):
+                        found = None if ahead is None else ahead.next(item)
+                        if found is None:
+                            buffers = self._take()
+                            found = buffers, self._run(fill, buffers, item, queue)
+                        ready.append(found)
+                    more = len(ready) > self._prefetch
+                except Exception as error:  # raised after the ready batches
+                    more, failure = False, error
+                if ready:
+                    yield self._deliver(*ready.popleft())
+        finally:
+            if ahead is not None and os.getpid() == self._pid:
+                ahead.close()
         if failure is not None:
             raise failure
+
+    def _batches_ahead(self, several: Fills | None, items: Iterator[Any]) -> BatchesAhead | None:
+        """What queues several batches at a time; None if nothing can."""
+        if several is None or self._stream is None or self._releaser is None or self._copies:
+            return None
+        options: dict[str, Any] = {"free": self._pool.free, "make": self._make, "stream": self._stream}
+        return BatchesAhead(several, items, queue=self._queue_several, **options)
 
     def _ahead_in_thread(
         self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
@@ -395,6 +417,21 @@ class Prefetcher:
             releaser.end(reading + earlier[: batch.num_read])
         return batch.count
 
+    def _queue_several(
+        self, fills: Fills, members: Sequence[Buffers], items: Sequence[Any], batches: QueuedSeveral
+    ) -> bool:
+        """`_queue` for several buffers."""
+        releaser, region = self._releaser, self.collector.regions[0]
+        if releaser is None or region.device_memory is not None:
+            return False
+        with region.using(), on_device(self.collector.device):
+            reading, earlier = releaser.readings(*members)
+            batches.ask([each.event for each in earlier[:MOST_ASKED]])
+            if not fills.queue_several(members, items, batches):
+                return False
+            releaser.end(reading + earlier[: batches.num_read])
+        return True
+
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
@@ -415,11 +452,14 @@ class Prefetcher:
                 pass  # freed: the allocators wait for the streams that use them
             return buffers
         except IndexError:
-            # Allocated on the stream that fills them: the allocator then reuses freed memory only after the work
-            # queued there.
-            with outside_inference(), self._on_stream():
-                made: Buffers = self.collector.buffers(shared=self._pool.shared)
-                return made
+            return self._make()
+
+    def _make(self) -> Buffers:
+        # Allocated on the stream that fills them: the allocator then reuses freed memory only after the work queued
+        # there.
+        with outside_inference(), self._on_stream():
+            made: Buffers = self.collector.buffers(shared=self._pool.shared)
+            return made
 
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
         gpu = buffers.gpu
@@ -490,18 +530,22 @@ class Prefetcher:
 
     # ---------------------------------------------------------------- tickets and closing
 
-    def release(self, buffers: Buffers, ticket: Any) -> None:
-        """Release a read ticket after its gather, which has been done, or queued on a GPU."""
+    def release(self, buffers: Buffers, ticket: Any, kept: Sequence[Buffers] = ()) -> None:
+        """Release a read ticket after its gather, which has been done, or queued on a GPU.
+
+        Args:
+            kept: buffers of earlier gathers under it.
+        """
         if self._releaser is None or buffers.gpu is None:
             ticket.end()
         else:
-            self._releaser.put(buffers, ticket)
+            self._releaser.put(buffers, ticket, kept)
 
-    def abandon(self, buffers: Buffers, undo: Callable[[], None], ticket: Any) -> None:
+    def abandon(self, buffers: Sequence[Buffers], undo: Callable[[], None], ticket: Any) -> None:
         """Undo the draw of a failed batch after the GPU work queued for it.
 
         Args:
-            buffers: buffers of the batch.
+            buffers: of the batch, or of several.
             undo: releases `ticket` and uncounts the draw.
             ticket: read ticket of the batch.
         """

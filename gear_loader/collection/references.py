@@ -65,10 +65,11 @@ def aliased(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: aliased(value) if isinstance(value, dict) else value.data for key, value in batch.items()}
 
 
-def _tensors(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def tensors_of(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, in their order."""
     for value in batch.values():
         if isinstance(value, dict):
-            yield from _tensors(value)
+            yield from tensors_of(value)
         else:
             yield value
 
@@ -83,7 +84,7 @@ class BatchReferences:
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
-        storages = (tensor.untyped_storage() for tensor in _tensors(batch))
+        storages = (tensor.untyped_storage() for tensor in tensors_of(batch))
         self._storages = list({storage._cdata: storage for storage in storages}.values())
         self._identities = [storage._cdata for storage in self._storages]
         flat = not any(isinstance(value, dict) for value in batch.values())

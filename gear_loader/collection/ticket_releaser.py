@@ -6,7 +6,7 @@ import collections
 import contextlib
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from gear_loader.utils.notices import notice
 
 _PATIENCE = 0.001
 """Seconds after which a thread releases the read ticket of a batch that was queued on a GPU."""
-_unfinished: list[tuple[Buffers, Any]] = []
+_unfinished: list[tuple[Sequence[Buffers], Any]] = []
 
 
-def keep_reserved(buffers: Buffers, ticket: Any) -> None:
+def keep_reserved(buffers: Sequence[Buffers], ticket: Any) -> None:
     """Keep buffers and a read ticket, which a failed GPU may still use, until the process ends."""
     _unfinished.append((buffers, ticket))
 
@@ -45,12 +45,16 @@ def failure_of(wait: Callable[[], object]) -> RuntimeError | None:
 
 
 class Reading:
-    """A read ticket and the buffers whose queued work reads under it, since a time of `time.monotonic`."""
+    """A read ticket and the buffers whose queued work reads under it, since a time of `time.monotonic`.
 
-    __slots__ = ("buffers", "since", "ticket")
+    Args:
+        kept: other buffers, whose work is queued before that of `buffers`.
+    """
 
-    def __init__(self, buffers: Buffers, ticket: Any) -> None:
-        self.buffers, self.ticket, self.since = buffers, ticket, time.monotonic()
+    __slots__ = ("buffers", "kept", "since", "ticket")
+
+    def __init__(self, buffers: Buffers, ticket: Any, kept: Sequence[Buffers] = ()) -> None:
+        self.buffers, self.ticket, self.kept, self.since = buffers, ticket, kept, time.monotonic()
 
     @property
     def event(self) -> int:
@@ -81,9 +85,9 @@ class TicketReleaser:
         self._thread = background_thread(self._work, "gear-loader-release", stop=self.stop)
         self._thread.start()
 
-    def put(self, buffers: Buffers, ticket: Any) -> None:
-        """Release `ticket` after the work queued for `buffers`."""
-        self._entries.append(Reading(buffers, ticket))
+    def put(self, buffers: Buffers, ticket: Any, kept: Sequence[Buffers] = ()) -> None:
+        """Release `ticket` after the work queued for `buffers`; until then `kept` are kept too, see `Reading`."""
+        self._entries.append(Reading(buffers, ticket, kept))
         if not self._awake and self._signals.empty():
             self._signals.put(True)
 
@@ -97,7 +101,7 @@ class TicketReleaser:
             if not self._release(entry, wait=False):
                 break
 
-    def readings(self, buffers: Buffers) -> tuple[list[Reading], list[Reading]]:
+    def readings(self, *buffers: Buffers) -> tuple[list[Reading], list[Reading]]:
         """What the GPU may still read under `buffers`, and under others, oldest first.
 
         The first are for `end` after these buffers have been filled again: filling waits for the GPU, and from then on
@@ -113,7 +117,7 @@ class TicketReleaser:
             ) from self._failure
         own, others = list[Reading](), list[Reading]()
         for entry in tuple(self._entries):
-            (own if entry.buffers is buffers else others).append(entry)
+            (own if entry.buffers in buffers else others).append(entry)
         return own, others
 
     def end(self, entries: list[Reading]) -> None:
@@ -167,7 +171,7 @@ class TicketReleaser:
 
         error = failure_of(look)
         if error is not None:
-            keep_reserved(entry.buffers, entry.ticket)
+            keep_reserved((entry.buffers, *entry.kept), entry.ticket)
             if self._failure is None:
                 self._failure = error
                 notice("gpu-failed", f"cuda:{self._device} failed while it gathered a batch: {error}")

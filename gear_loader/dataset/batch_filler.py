@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gear_loader.collection.buffers import Buffers
@@ -12,7 +12,7 @@ from gear_loader.selection.base import Selection
 from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.selection.samplers import Draw
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.storage.queued import QueuedBatch
+from gear_loader.storage.queued import QueuedBatch, QueuedSeveral
 from gear_loader.storage.table import Table
 
 
@@ -63,9 +63,34 @@ class Filler:
                 return False
             prefetcher.release(buffers, ticket)
         except BaseException:
-            prefetcher.abandon(buffers, lambda: selection.undo(ticket), ticket)
+            prefetcher.abandon([buffers], lambda: selection.undo(ticket), ticket)
             raise
         return True
+
+    def standing(self) -> object:
+        """See `Selection.standing`."""
+        return self._selection().standing
+
+    def queue_several(
+        self, members: Sequence[Buffers], items: Sequence[tuple[Draw, Any]], batches: QueuedSeveral
+    ) -> bool:
+        """`queue` for several batches: all of them, or none."""
+        if any(frozen is not None for _, frozen in items):
+            return False
+        selection, prefetcher = self._selection(), self._prefetcher
+        ticket = selection.new_ticket()
+        try:
+            if not selection.queue_several([draw for draw, _ in items], batches, ticket):
+                return False
+            prefetcher.release(members[-1], ticket, members[:-1])
+        except BaseException:
+            prefetcher.abandon(members, lambda: selection.undo(ticket), ticket)
+            raise
+        return True
+
+    def uncount(self, batches: int, count: int) -> None:
+        """See `Selection.uncount`."""
+        self._selection().uncount(batches, count)
 
     def _fill_once(self, buffers: Buffers, item: tuple[Draw, Any]) -> int:
         """`fill`, unless a trajectory cannot be read from disk, which raises LostRowsError."""
@@ -78,7 +103,7 @@ class Filler:
             prefetcher.release(buffers, ticket)  # on a GPU when the gather has finished
             return len(rows)
         except BaseException:
-            prefetcher.abandon(buffers, lambda: selection.undo(ticket), ticket)
+            prefetcher.abandon([buffers], lambda: selection.undo(ticket), ticket)
             raise
 
     def fill_planned(self, buffers: Buffers, plan: PlannedBatch) -> int:
@@ -99,5 +124,5 @@ class Filler:
         except BaseException:
             while plan.tickets:
                 ticket = plan.tickets.pop()
-                prefetcher.abandon(buffers, functools.partial(self._selection().undo, ticket), ticket)
+                prefetcher.abandon([buffers], functools.partial(self._selection().undo, ticket), ticket)
             raise

@@ -466,7 +466,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._budget is None:
             alone = prefetcher.collector.is_quick(self.batch_size) and self._selected().is_quick
             draws = self._draws(epoch, first, workers)
-            batches = prefetcher.batches(filler.fill, draws, filler.queue, alone=alone)
+            batches = prefetcher.batches(filler.fill, draws, filler.queue, alone=alone, several=filler)
         else:
             plans = self._plans(self._budget, epoch, first, workers, planned)
             batches = prefetcher.batches(filler.fill_planned, plans)

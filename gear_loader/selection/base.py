@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from gear_loader.selection.samplers import (
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.ids import sequences_of
 from gear_loader.storage.inline import InlineBatch
-from gear_loader.storage.queued import QueuedBatch
+from gear_loader.storage.queued import QueuedBatch, QueuedSeveral
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
 from gear_loader.storage.snapshot import Snapshot
@@ -319,6 +319,20 @@ class Selection:
             False, having done nothing, if it needs `draw`.
         """
         return False
+
+    @property
+    def standing(self) -> object:
+        """What tells whether a draw has the same items as an earlier one: the same object as long as nothing has
+        changed that it draws from. None where `queue_several` is of no use."""
+        return None
+
+    def queue_several(self, draws: Sequence[Draw], batches: QueuedSeveral, ticket: Any) -> bool:
+        """`queue` several batches in one compiled call: what `draws` would get one after another now."""
+        return False
+
+    def uncount(self, batches: int, count: int) -> None:
+        """Subtract the rows of batches of `count` items, which nobody gets, from the sample count."""
+        self.context.table._engine.reader().count_drawn(-batches * self.context.samples(count))
 
     def queue_update(self, index: Any, priority: Any, generation: Any, anchor: Any) -> bool:
         """Queue an update of priorities like one before on a GPU, by compiled calls; stale rows are ignored. Other

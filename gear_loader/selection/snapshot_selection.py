@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from gear_loader.selection.random import signed
 from gear_loader.selection.samplers import REPLACED, Draw, SnapshotSampler, Uniform, anchors
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch, uniform_packed
-from gear_loader.storage.queue_loops import queue_uniform
-from gear_loader.storage.queued import QueuedBatch, QueuedDraw
+from gear_loader.storage.queue_loops import queue_several, queue_uniform
+from gear_loader.storage.queued import QueuedBatch, QueuedDraw, QueuedSeveral
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.selected_rows import SelectedRows
@@ -108,6 +109,37 @@ class SnapshotSelection(Selection):
         blocks = reader.arrays.block_steps, reader.arrays.num_blocks
         given = places.table, *blocks, *self._drawing(draw)
         return reader.queue_inline(queue_uniform, batch, counter, since, samples, ticket, *given)
+
+    @property
+    def standing(self) -> object:
+        reader = self.context.table._engine.reader()
+        if self._items is None or not reader.queues_inline or self._items[0] is not reader.known():
+            return None
+        return self._items[1]
+
+    def queue_several(self, draws: Sequence[Draw], batches: QueuedSeveral, ticket: Ticket) -> bool:
+        first, reader = draws[0], self.context.table._engine.reader()
+        if any(
+            (each.seed, each.epoch, each.count) != (first.seed, first.epoch, first.count) for each in draws
+        ):
+            return False
+        found = self._inline(first, batches.count) if reader.queues_inline else None
+        if found is None:
+            return False
+        places, counter, since, samples = found
+        *kinds, seed, _, epoch = self._drawing(first)
+        numbers: Array = np.array([each.step for each in draws], dtype=np.int64)
+        given = (
+            places.table,
+            reader.arrays.block_steps,
+            reader.arrays.num_blocks,
+            *kinds,
+            seed,
+            numbers,
+            epoch,
+        )
+        several = len(draws) * samples
+        return reader.queue_inline(queue_several, batches, counter, since, several, ticket, *given)
 
     def _inline(self, draw: Draw, count: int) -> tuple[Places, int, int, int] | None:
         """What a compiled call draws from, as `TableReader.draw_inline` takes it; None if it cannot."""

@@ -66,6 +66,12 @@ assert (_TABLE, _PIECE) == (packed_plan.TABLE_WIDTH, packed_plan.PIECE_WIDTH)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def _words(address: Any) -> Any:
+    """The words of a batch."""
+    return carray(pointer(address), (WORDS,), np.int64)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def _query(words: Any, event: Any, asked: Any) -> Any:
     """Ask for an event, and if it has happened for so many of earlier batches, until one has not; what the driver has
     returned last, and how many of them have. Other threads may capture graphs, see `gear_loader.utils.captures`."""
@@ -210,6 +216,53 @@ def queue_uniform(  # type: ignore[no-untyped-def]
     draw_uniform(items, steps, anchor, first, stride, seed, step, epoch, rows)
     bad = _look_up(index, words, rows, block_steps, num_blocks)
     return bad if bad != 0 else _launch(words, 0, 0, words, 0)
+
+
+@functools.partial(compiled, nogil=False)
+def queue_several(  # type: ignore[no-untyped-def]
+    index, members, items, block_steps, num_blocks, steps, anchor, first, stride, seed, numbers, epoch
+):
+    """`queue_uniform` of several padded batches with as many rows each, by one launch.
+
+    Args:
+        members: int64 [1 + k]: a graph of all of them, or 0; then the addresses of the words of each.
+        numbers: int64 [k], `step` of each. The others: as for `queue_uniform`.
+
+    Returns:
+        As `queue_uniform`; unless it is 0, none is queued, or the driver has refused.
+    """
+    count = len(numbers)
+    for i in range(count):
+        words = _words(members[1 + i])
+        if i > 0:
+            words[ASKED] = 0  # the first one asks for all
+        looked = _look(words)
+        if looked != 0:
+            return looked
+    rows = np.empty((3, _words(members[1])[COUNT]), dtype=np.int64)
+    for i in range(count):
+        draw_uniform(items, steps, anchor, first, stride, seed, numbers[i], epoch, rows)
+        bad = _look_up(index, _words(members[1 + i]), rows, block_steps, num_blocks)
+        if bad != 0:
+            return bad
+    code = 0
+    if members[0] == 0:
+        for i in range(count):
+            if code == 0:
+                code = _launch(_words(members[1 + i]), 0, 0, _words(members[1 + i]), 0)
+        return code
+    own = _words(members[1])
+    for i in range(count):
+        released = _words(members[1 + i])[RELEASED]
+        if code == 0 and released != 0:
+            code = call(own[_WAIT], own[STREAM], released, 0, 0)
+    if code == 0:
+        code = call(own[_LAUNCH], members[0], own[STREAM], 0, 0)
+    for i in range(count):
+        if code == 0:
+            code = call(own[_RECORD], _words(members[1 + i])[FILLED], own[STREAM], 0, 0)
+    own[CODE] = code
+    return 0 if code == 0 else REFUSED
 
 
 @functools.partial(compiled, nogil=False)

@@ -18,7 +18,7 @@ from gear_loader.utils.launch_graph import LaunchGraph, join
 _MOST_JOINED = 8
 """Graphs of a batch and an update, for each set of buffers."""
 
-__all__ = ["QueuedBatch", "QueuedDraw", "QueuedPacked", "QueuedPadded", "QueuedUpdate"]
+__all__ = ["QueuedBatch", "QueuedDraw", "QueuedPacked", "QueuedPadded", "QueuedSeveral", "QueuedUpdate"]
 
 
 class _Queued:
@@ -123,6 +123,47 @@ class QueuedPadded(QueuedBatch):
         self._tell(loops.EXTENT, rows[3:])
         self._tell(loops.IDS, ids)
         self.words[[loops.WIDTH, loops.FIRST, loops.LAST, loops.ONCE]] = ids.shape[1], *reach
+
+
+class QueuedSeveral:
+    """Padded batches of uniform rows that one compiled call queues, by one launch if a graph can be made of theirs.
+
+    Args:
+        batches: at least one, with as many rows each, on one stream. joins: whether to make such a graph.
+
+    Attributes:
+        batches: as given. count: rows of each. words: int64, for the loop.
+    """
+
+    __slots__ = ("_graph", "batches", "count", "words")
+
+    def __init__(self, batches: Sequence[QueuedPadded], *, joins: bool) -> None:
+        self.batches, self.count = tuple(batches), batches[0].count
+        self._graph: LaunchGraph | None = None
+        if joins:
+            with RelaxedMode():
+                self._graph = join(*(each.graph for each in batches))
+        handle = 0 if self._graph is None else self._graph.handle
+        self.words: Array = np.array([handle, *(each.words.ctypes.data for each in batches)], dtype=np.int64)
+
+    def wait(self) -> None:
+        """Wait until the GPU has read what was written for the last batches."""
+        for each in self.batches:
+            each.wait()
+
+    def ask(self, events: Sequence[int]) -> None:
+        """As `QueuedBatch.ask`."""
+        self.batches[0].ask(events)
+
+    @property
+    def num_read(self) -> int:
+        """As `QueuedBatch.num_read`."""
+        return self.batches[0].num_read
+
+    @property
+    def code(self) -> int:
+        """What the driver has returned last."""
+        return next((each.code for each in self.batches if each.code), 0)
 
 
 class QueuedDraw(QueuedPadded):

@@ -19,7 +19,7 @@ from gear_loader.storage.inline import HELD, InlineBatch, Places
 from gear_loader.storage.operations.view import begin_change, end_change
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.queue_loops import BUSY, IN_STEPS, REFUSED
-from gear_loader.storage.queued import QueuedBatch
+from gear_loader.storage.queued import QueuedBatch, QueuedSeveral
 from gear_loader.storage.readers import Readers, Ticket
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.snapshot import Log, Snapshot
@@ -151,7 +151,7 @@ class TableReader:
     def queue_inline(
         self,
         loop: Callable[..., int],
-        batch: QueuedBatch,
+        batch: QueuedBatch | QueuedSeveral,
         counter: int,
         since: int,
         samples: int,

@@ -19,12 +19,14 @@ from streams.machine import Event, Stream
 from streams.tensors import DeviceTensor
 
 from gear_loader.collection import prefetch, ticket_releaser
+from gear_loader.collection.batches_ahead import BatchesAhead
 from gear_loader.collection.packed import PackedBuffers
 from gear_loader.collection.packed_cuda import PackedCuda, PackedDeviceBuffers
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
 from gear_loader.selection import cuda_leaves, prioritized_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
+from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.storage import queue_loops, queued
 from gear_loader.storage.reader import TableReader
 from gear_loader.utils import launch_graph
@@ -73,9 +75,9 @@ def _left_out(kind: type, method: str, *callers: str) -> PutBack:
 def _early_ticket(patch: pytest.MonkeyPatch) -> None:
     release = prefetch.Prefetcher.release
 
-    def end_too(self: Any, buffers: Any, ticket: Any) -> None:
+    def end_too(self: Any, buffers: Any, ticket: Any, kept: Any = ()) -> None:
         ticket.end()
-        release(self, buffers, ticket)
+        release(self, buffers, ticket, kept)
 
     patch.setattr(prefetch.Prefetcher, "release", end_too)
 
@@ -83,7 +85,7 @@ def _early_ticket(patch: pytest.MonkeyPatch) -> None:
 def _no_lifetime(patch: pytest.MonkeyPatch) -> None:
     put = ticket_releaser.TicketReleaser.put
 
-    def event_only(self: Any, buffers: Any, ticket: Any) -> None:
+    def event_only(self: Any, buffers: Any, ticket: Any, kept: Any = ()) -> None:
         gpu: Any = types.SimpleNamespace(filled=buffers.gpu.filled)
         put(self, types.SimpleNamespace(gpu=gpu), ticket)  # type: ignore[arg-type]
 
@@ -296,7 +298,74 @@ def _planned_for_old_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PackedDeviceBuffers, "_made_queued", once)
 
 
+def _several(method: str, result: int = 0) -> PutBack:
+    """While several batches are queued in one call, a function of the driver does nothing."""
+
+    def put_back(patch: pytest.MonkeyPatch) -> None:
+        whole, queue, inside = getattr(cuda.Cuda, method), TableReader.queue_inline, [False]
+
+        def queued_here(self: Any, loop: Any, batch: Any, *given: Any) -> bool:
+            inside[0] = isinstance(batch, queued.QueuedSeveral)
+            try:
+                return queue(self, loop, batch, *given)
+            finally:
+                inside[0] = False
+
+        def partly(self: Any, *given: Any) -> int:
+            return result if inside[0] else whole(self, *given)
+
+        patch.setattr(TableReader, "queue_inline", queued_here)
+        patch.setattr(cuda.Cuda, method, partly)
+
+    return put_back
+
+
+def _early_ticket_of_several(patch: pytest.MonkeyPatch) -> None:
+    release = prefetch.Prefetcher.release
+
+    def end_too(self: Any, buffers: Any, ticket: Any, kept: Any = ()) -> None:
+        if kept:
+            ticket.end()
+        release(self, buffers, ticket, kept)
+
+    patch.setattr(prefetch.Prefetcher, "release", end_too)
+
+
+def _one_graph_of_several(patch: pytest.MonkeyPatch) -> None:
+    """Of each set of buffers there is one graph with others, whichever these are."""
+    several, kept = BatchesAhead._several, dict[int, Any]()
+
+    def first(self: Any, members: Any) -> Any:
+        made = several(self, members)
+        if made is None:
+            return None
+        old = kept.setdefault(id(made.batches[0]), made)
+        made.words[0] = old.words[0]
+        return made
+
+    patch.setattr(BatchesAhead, "_several", first)
+
+
 DEFECTS: dict[str, Defect] = {
+    "batches that were queued ahead are delivered although the table has changed": Defect(
+        lambda patch: patch.setattr(
+            SnapshotSelection, "standing", property(lambda self: self._items and self._items[1])
+        ),
+        Scenario.queued_ahead,
+    ),
+    "one call writes the arguments of several batches while copies still read them": Defect(
+        _several("cuEventQuery"), Scenario.queued_ahead
+    ),
+    "one call queues several batches without waiting for the consumer": Defect(
+        _several("cuStreamWaitEvent"), Scenario.queued_ahead
+    ),
+    "one call does not say when several batches are filled": Defect(
+        _several("cuEventRecord"), Scenario.queued_ahead
+    ),
+    "the ticket of several batches is given back when they are queued": Defect(
+        _early_ticket_of_several, Scenario.queued_ahead
+    ),
+    "several batches are queued as the graph of others": Defect(_one_graph_of_several, Scenario.queued_ahead),
     "a draw that is launched as a graph allocates its scratch": Defect(
         _scratch_of_the_call, Scenario.queued_draws
     ),

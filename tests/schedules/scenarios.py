@@ -19,6 +19,7 @@ from streams.cuda import GLOBAL, RELAXED, Cuda
 from streams.machine import Policy
 
 import gear_loader as gear
+from gear_loader.collection.batches_ahead import STANDING, BatchesAhead
 from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.windows import expand
@@ -102,6 +103,7 @@ class Scenario(Shrinkable):
         late: whether a column is filled later, of some trajectories while batches are made.
         pairs: whether groups of two trajectories are drawn.
         on_gpu: whether the table's blocks lie in the memory of the device.
+        calm: whether the other thread adds one trajectory in seventeen batches.
     """
 
     sampler: str = "uniform"
@@ -130,6 +132,7 @@ class Scenario(Shrinkable):
     converts: bool = False
     pairs: bool = False
     on_gpu: bool = False
+    calm: bool = False
 
     @classmethod
     def flat(cls, seed: int) -> Scenario:
@@ -160,6 +163,13 @@ class Scenario(Shrinkable):
             "pinned": True,
         }
         return dataclasses.replace(cls.of(seed), **choices, copy=None if seed % 2 else False)
+
+    @classmethod
+    def queued_ahead(cls, seed: int) -> Scenario:
+        """That of a seed whose batches are queued several at a time, where the table stands still."""
+        scenario = cls.queued(seed)
+        few = {"prefetch": 1 + seed % 3, "writes": min(scenario.writes, 4), "epochs": 1, "grows": False}
+        return dataclasses.replace(scenario, **few, calm=True, batches=64, stops=False)
 
     @classmethod
     def queued_packed(cls, seed: int) -> Scenario:
@@ -339,6 +349,7 @@ class Run:
         self._updates: list[tuple[dict[str, Any], int]] = []
         self._updated = 0
         self._asking = 0
+        self._draw_twin: Callable[[Any], dict[str, Any]]
 
     def run(self) -> None:
         """Raise an error if anything goes wrong."""
@@ -347,6 +358,7 @@ class Run:
             tier = stack.enter_context(tempfile.TemporaryDirectory()) if self.scenario.tier else None
             with self.cuda.installed(), self._mode(), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(PackedCuda, "_read", self._counted(PackedCuda._read))
+                patch.setattr(BatchesAhead, "next", self._expecting(BatchesAhead.next))
                 options: dict[str, Any] = {"packed": self.scenario.packed, "late": self.scenario.late}
                 if self.scenario.on_gpu:
                     options["device"] = DEVICE
@@ -372,6 +384,20 @@ class Run:
             return stage(*args)
 
         return counted
+
+    def _expecting(self, next_here: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the CPU draw a batch that was queued ahead at the moment of its own turn."""
+
+        def expecting(ahead: BatchesAhead, item: Any) -> Any:
+            expected = self._draw_twin(item[0]) if ahead._ready or ahead._unchanged >= STANDING else None
+            found = next_here(ahead, item)
+            if found is not None:
+                assert expected is not None
+                self.cuda.machine.counts["ahead"] += 1
+                self.expected[item[0].epoch, item[0].step] = expected
+            return found
+
+        return expecting
 
     @contextlib.contextmanager
     def _mode(self) -> Iterator[None]:
@@ -536,7 +562,9 @@ class Run:
     # ---------------------------------------------------------------- the other thread
 
     def _write(self, table: gear.Table) -> None:
-        pace = self.choose.choice([1, 3, 6])  # trajectories a batch
+        pace: float = self.choose.choice([1, 3, 6])  # trajectories a batch
+        if self.scenario.calm:
+            pace = 1 / 17
         for number in range(self.scenario.writes):
             self.cuda.threads.wait(lambda: len(self.expected) * pace > number)  # noqa: B023
             rows, priority = rows_of(FIRST + number), 1.0 + number % 3
@@ -631,23 +659,27 @@ class Run:
             self.expected[key] = {name: cloned(value) for name, value in batch.items()}
             return made
 
+        def draw_twin(given: Any) -> dict[str, Any]:
+            own = Ticket()
+            rows = twin.draw(given, own)
+            buffers = collector.buffers()
+            collector.gather(buffers, rows)
+            own.end()
+            return {name: cloned(value) for name, value in buffers.rows(len(rows)).items()}
+
+        self._draw_twin = draw_twin
         queue_here, by_priority = selection.queue, isinstance(selection, PrioritizedSelection)
 
         def queue(given: Any, batch: Any, ticket: Any) -> bool:
             # As it finds itself: the twin below would look anew.
             if not by_priority and data.table._engine.reader().known() is None:
                 return False
-            own = Ticket()
-            rows = twin.draw(given, own)
-            buffers = collector.buffers()
-            collector.gather(buffers, rows)
-            own.end()
+            expected = draw_twin(given)
             done = queue_here(given, batch, ticket)
             if done:
                 self.cuda.machine.counts["queued"] += 1
                 key = (given.epoch, given.step) if given.epoch < 1 << 16 else (-1, given.step)
-                whole = buffers.rows(len(rows))
-                self.expected[key] = {name: cloned(value) for name, value in whole.items()}
+                self.expected[key] = expected
             return done
 
         selection.draw, selection.queue = draw, queue  # type: ignore[method-assign]

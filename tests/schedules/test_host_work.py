@@ -20,10 +20,14 @@ from streams import graphs
 from streams.cuda import Cuda
 
 import gear_loader as gear
+from gear_loader.collection.batches_ahead import BatchesAhead
+from gear_loader.collection.ticket_releaser import TicketReleaser
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.snapshot_selection import SnapshotSelection
+from gear_loader.storage.counters import NUM_SAMPLED
+from gear_loader.storage.operations.view import READING
 from gear_loader.utils import driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
@@ -33,25 +37,25 @@ WAITS = ("blocking copies", "stream.synchronize", "synchronize")
 
 
 def work(cuda: Cuda, data: gear.ReplayDataset, *, updates: bool = False) -> dict[str, float]:
-    """Counts a batch, of ten batches when all buffers exist."""
+    """Counts a batch, of twenty batches when all buffers exist."""
     cuda.threads.frequency = 0.0
     before: collections.Counter[str] = collections.Counter()
     for number, batch in enumerate(data):
-        if number == 10:
+        if number == 30:
             before = collections.Counter(cuda.machine.counts)
-        if number == 20:
+        if number == 50:
             break
         if updates:
             data.update_priority(batch, torch.ones(4, device="cuda:1"))
     after = cuda.machine.counts
-    return {name: (after[name] - before[name]) / 10 for name in after if after[name] != before[name]}
+    return {name: (after[name] - before[name]) / 20 for name in after if after[name] != before[name]}
 
 
 def of_table(sampler: Any, updates: bool, **options: Any) -> dict[str, float]:
     cuda = Cuda(0, "eager")
     cuda.refuse_pinning = options.pop("staged", False)
     with cuda.installed(), made_table(packed=options.pop("packed", False)) as table:
-        options = {"windows": WINDOWS, "batches_per_epoch": 30, "sampler": sampler} | options
+        options = {"windows": WINDOWS, "batches_per_epoch": 60, "sampler": sampler} | options
         data = gear.ReplayDataset(table, **nested({"batch_size": 4, "device": "cuda:1", **options}))
         found = work(cuda, data, updates=updates)
         del data
@@ -70,7 +74,7 @@ def check(found: dict[str, float], copies: tuple[float, float], kernels: dict[st
 @pytest.mark.parametrize(
     ("options", "copies", "kernels"),
     [
-        ({}, 1, {"gather": 1, "clone": 0}),
+        ({}, 1, {"gather": 1, "clone": 0, "replays": 0.25}),
         ({"packed": True}, 1, {"gather": 1, "split": 1, "clone": 0}),
         ({"sample_info": True}, 1, {"gather": 1}),
         ({"windows": {**WINDOWS, "task": None}}, 1, {"gather": 2}),
@@ -111,7 +115,7 @@ def test_a_packed_batch_of_a_disk_tier(tmp_path: Path) -> None:
             device="cuda:1",
             windows=gear.Window(2),  # of about as many steps, so that the memory does not grow
             layout="packed",
-            batches_per_epoch=30,
+            batches_per_epoch=60,
         )
         found = work(cuda, data)
         del data
@@ -277,6 +281,73 @@ def test_a_uniform_batch_of_a_table_that_has_changed_is_queued_in_one_call(
         assert done[-8:] == [True] * 8
         del data, host
         gc.collect()
+    cuda.check()
+
+
+def num_sampled(table: gear.Table) -> int:
+    return int(table._engine.index.arrays.counters[NUM_SAMPLED])
+
+
+def test_batches_queued_ahead_are_those_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the table, the anchor or the iteration's end comes between; as many rows count as sampled."""
+    cuda, found = Cuda(0, "eager"), collections.Counter[str]()
+    next_here, discard_here = BatchesAhead.next, BatchesAhead.discard
+
+    def following(self: BatchesAhead, item: Any) -> Any:
+        batch = next_here(self, item)
+        found["ahead"] += batch is not None
+        return batch
+
+    def discard(self: BatchesAhead) -> None:
+        found["discarded"] += len(self._ready)
+        discard_here(self)
+
+    monkeypatch.setattr(BatchesAhead, "next", following)
+    monkeypatch.setattr(BatchesAhead, "discard", discard)
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        options: dict[str, Any] = {"batch_size": 4, "windows": WINDOWS, "batches_per_epoch": 200}
+        data, host = (gear.ReplayDataset(table, device=each, **options) for each in ("cuda:1", "cpu"))
+        first = num_sampled(table)
+        for number, (batch, other) in enumerate(zip(data, host, strict=True)):
+            compare(number, on_host(cloned(dict(batch))), dict(other))
+            if number % 23 == 22:
+                table.add(rows_of(FIRST + number))
+            if number == 71:
+                data.anchor = host.anchor = "first"
+            if number == 98:
+                break
+        assert found["ahead"] > 30
+        assert found["discarded"] > 2
+        del batch, other
+        gc.collect()
+        assert num_sampled(table) - first == 2 * (99 + data.prefetch) * 4
+        del data, host
+        gc.collect()
+    cuda.check()
+
+
+def test_an_interrupt_between_batches_queued_ahead_leaves_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, put = Cuda(0, "eager"), TicketReleaser.put
+
+    def interrupted(self: TicketReleaser, buffers: Any, ticket: Any, kept: Any = ()) -> None:
+        if kept:
+            monkeypatch.setattr(TicketReleaser, "put", put)
+            raise KeyboardInterrupt
+        put(self, buffers, ticket, kept)
+
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        options: dict[str, Any] = {"batch_size": 4, "windows": WINDOWS, "batches_per_epoch": 40}
+        data = gear.ReplayDataset(table, device="cuda:1", **options)
+        monkeypatch.setattr(TicketReleaser, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collections.deque(data, maxlen=1)
+        assert len(list(data)) == 40
+        del data
+        gc.collect()
+        cuda.threads.finish()
+        assert not (table._engine.region.array("readers")[:, READING] > 0).any()
     cuda.check()
 
 

@@ -105,6 +105,7 @@ CASES = {
     # Rows of different lengths, budgets of steps, other dtypes; buffers that grow while batches are held.
     "packed": Case(Scenario.flat, 2, 32),
     "queued in one call": Case(Scenario.queued, 1, 24, seen="queued", least=3),
+    "several queued in one call": Case(Scenario.queued_ahead, 1, 16, seen="ahead", least=8),
     "packed, queued in one call": Case(Scenario.queued_packed, 1, 24, seen="queued", least=5),
     "draws by priority that are queued in one call": Case(
         Scenario.queued_draws, 1, 24, seen="queued", least=3

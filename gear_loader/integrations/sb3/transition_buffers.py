@@ -498,7 +498,7 @@ class ReplayBuffer(_ReplayBuffer):
             collector.gather(buffers, rows)
             prefetcher.release(buffers, ticket)
         except BaseException:
-            prefetcher.abandon(buffers, ticket.end, ticket)
+            prefetcher.abandon([buffers], ticket.end, ticket)
             raise
         return len(rows)
 
