@@ -176,6 +176,7 @@ def _drawing() -> None:
                     _draw(table, kind(replacement=replacement, unit=unit))
     with _filled() as table:
         _draw(table, Uniform(unit="step"), windows=Window(1, squeeze=True))
+        _draw(table, Uniform(), windows={"observation": Window(at=[0.0], timestamps="reward")})
     with _filled() as table:
         for windows in _RETURNS:
             _draw(table, Uniform(unit="step"), windows=windows, draws=Draws(complete=True))

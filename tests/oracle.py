@@ -70,7 +70,15 @@ def batch(
             each = [part[span] for part, span in zip(steps, spans, strict=True)]
             found[name] = converted(np.concatenate(each) if each else steps_like(0, column), window)
             continue
-        pairs = [padded(window, row.anchor, each) for row, each in zip(rows, steps, strict=True)]
+        if window.timestamps is None:
+            pairs = [padded(window, row.anchor, each) for row, each in zip(rows, steps, strict=True)]
+        else:
+            lines = [
+                array_of(trajectories[row.trajectory][window.timestamps], schema[window.timestamps])
+                for row in rows
+            ]
+            given = zip(rows, steps, lines, strict=True)
+            pairs = [nearest(window, row.anchor, each, line) for row, each, line in given]
         values = [values for values, _ in pairs]
         found[name] = converted(stacked(values, (window.length, *column.shape), column), window)
         masks[name] = np.array([mask for _, mask in pairs], dtype=bool).reshape(len(rows), window.length)
@@ -106,6 +114,22 @@ def padded(window: gear.Window, anchor: int, steps: np.ndarray) -> tuple[np.ndar
     elif window.pad in ("head", "tail"):
         order = np.argsort(mask if window.pad == "head" else ~mask, kind="stable")
         values, mask = values[order], mask[order]
+    return values, mask
+
+
+def nearest(
+    window: gear.Window, anchor: int, steps: np.ndarray, times: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `padded`, of a window of times; times: of the steps, ``[T]``."""
+    assert window.at is not None
+    distances = np.abs(
+        (times.reshape(-1) - times.reshape(-1)[anchor]).astype(float) - np.array(window.at)[:, None]
+    )
+    found = distances.argmin(axis=1)
+    mask = distances.min(axis=1) <= (window.tolerance or 0.0)
+    values = steps[found]
+    if window.pad == "keep":
+        values = np.where(mask.reshape(-1, *[1] * (values.ndim - 1)), values, np.zeros_like(values))
     return values, mask
 
 

@@ -43,7 +43,7 @@ PACKED = ("packed", "jagged", "budget")
 SHARDS = ("one process", "ranks")
 AXES: dict[str, tuple[Any, ...]] = {
     "sampler": tuple(SAMPLERS),
-    "windows": ("five", "edge", "several", *WHOLE),
+    "windows": ("five", "edge", "several", "timed", *WHOLE),
     "layout": ("padded", *PACKED),
     "shards": ("none", *SHARDS),
     "scope": ("global", "local"),
@@ -53,7 +53,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 REFUSED: list[tuple[dict[str, tuple[Any, ...]], str]] = [
     ({"windows": WHOLE, "complete": (True,)}, "was given with whole trajectories, which always are"),
     ({"windows": WHOLE, "sampler": STEPS}, "were given with whole trajectories; expected a sampler with unit="),
-    ({"windows": ("edge", "several"), "layout": PACKED}, "or a gear_loader.Window without pad, squeeze, every and at"),
+    ({"windows": ("edge", "several", "timed"), "layout": PACKED}, "a gear_loader.Window without pad, squeeze, every"),
+    ({"windows": ("timed",), "complete": (True,)}, "expected windows of steps: those of times are known when"),
     ({"windows": ("whole, final",), "shards": SHARDS}, r"Whole\(final=True\) was given with Shards"),
     ({"windows": ("whole, final",), "final": (False,)}, "have final=True, and"),
     ({"group": (True,), "per_trajectory": (False,)}, "The column of the groups is 'prompt'; expected"),
@@ -153,6 +154,8 @@ def schema_of(point: Point) -> dict[str, gear.Column]:
         columns["score"] = gear.Column(torch.float32, late=True)
     if point["late"] and point["per_trajectory"]:
         columns["grade"] = gear.Column(torch.int32, (2,), per="trajectory", late=True)
+    if point["windows"] == "timed":
+        columns["time"] = gear.Column(torch.float64)
     return columns
 
 
@@ -166,7 +169,17 @@ def windows_of(point: Point) -> Any:
     }
     several |= {name: None for name, column in schema_of(point).items() if column.per == "trajectory"}
     several |= {"score": gear.Window(3, offset=-1)} if point["late"] else {}
+    times: dict[str, Any] = {"timestamps": "time", "tolerance": 0.03}
+    timed = {
+        "observation": gear.Window(at=[-0.2, 0.0, 0.3], pad="edge", **times),
+        "reward": gear.Window(at=[0.1, -9.0, -0.1], **times, **cast),
+        "next": gear.Window(at=[0.1], column="action", squeeze=True, **times),
+        "wide": gear.Window(2),
+    }
+    timed |= {name: None for name, column in schema_of(point).items() if column.per == "trajectory"}
+    timed |= {"score": gear.Window(at=[-0.1, 0.0], **times)} if point["late"] else {}
     return {
+        "timed": timed,
         "five": gear.Window(5, offset=-2, **cast),
         "edge": gear.Window(6, offset=-4, pad="edge", **cast),
         "several": several,
@@ -180,6 +193,7 @@ def trajectory(number: int, schema: Mapping[str, gear.Column]) -> dict[str, Any]
     values = products_common.trajectory(number)
     steps = np.arange(len(values["reward"]))
     values["score"] = (steps - number).astype(np.float32)
+    values["time"] = steps / 10 + steps % 3 / 50 + number
     values["grade"] = np.array([number, -number], dtype=np.int32)
     return {name: values[name] for name in schema}
 

@@ -42,7 +42,7 @@ Rows = list[dict[str, np.ndarray]]
 def test_the_array_has_all_combinations(strength: int) -> None:
     found = set().union(*(within(point, strength) for point in array(strength)))
     assert found == combinations(strength)
-    assert len(array(2)) < 50
+    assert len(array(2)) < 55
 
 
 def plain(**values: Any) -> Point:

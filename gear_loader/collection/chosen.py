@@ -13,6 +13,7 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.buffers import TensorMemory
+from gear_loader.collection.collector import TableSource
 from gear_loader.collection.conversions import converted_dtype
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.packed import PackedBuffers, PackedHost, PackedLayout
@@ -21,16 +22,18 @@ from gear_loader.collection.plans import locate_columns, window_columns
 from gear_loader.collection.ragged_values import read_ragged
 from gear_loader.collection.sources import StagedRows
 from gear_loader.collection.tier_rows import TierRows
+from gear_loader.collection.timed import TimedSource
 from gear_loader.collection.windows import (
     ROW_KEYS,
     Whole,
     check_layout,
     chosen_parts,
-    expand,
     has_whole,
     ragged_of,
     reach_of,
+    reads,
     source_of,
+    timed_of,
     windows_of,
 )
 from gear_loader.errors import SchemaError
@@ -147,7 +150,7 @@ def gather(table: Table, index: Any, anchor: Any, windows: Any, out: Any) -> Bat
     given = _given(wanted, packed, out)
     if ragged := list(ragged_of(table.schema, wanted)) if given else []:
         raise SchemaError(f"out was given, and the windows {ragged} read ragged columns; expected no out.")
-    if given and (some := list(chosen_parts(wanted))):
+    if given and (some := [*chosen_parts(wanted), *timed_of(wanted)]):
         raise SchemaError(
             f"out was given, and the windows {some} have every or at, whose steps lie apart in memory; expected no out."
         )
@@ -184,7 +187,7 @@ def _check_anchors(anchors: Array, lengths: Array) -> None:
 
 
 def _check_late(table: Table, windows: Windows, slots: Array) -> None:
-    read = {source_of(*item) for item in expand(table.schema, windows)[0].items()}
+    read = {source for source, _ in reads(table.schema, windows)}
     late = [name for name in table.schema.late if name in read]
     bits = table.schema.late_bits(late) if late else 0
     missing = np.flatnonzero((filled_bits(table._engine.index.arrays, slots) & bits) != bits)
@@ -276,6 +279,9 @@ def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
         each.compute(batch["anchor"])
     batch.update(given)
     batch.update(read_ragged(table, layout.ragged, batch))
+    if timed_of(windows):
+        times = TimedSource(TableSource(table), table.schema, windows, count)
+        batch.update(times.read_times(rows, batch["mask"]))
     return batch
 
 

@@ -23,7 +23,8 @@ from gear_loader.collection.padded import PaddedBuffers, PaddedHost, PaddedLayou
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.ragged_cuda import RaggedCuda
 from gear_loader.collection.ragged_values import only_records, read_ragged
-from gear_loader.collection.windows import ROW_KEYS, only_host_gathers
+from gear_loader.collection.timed import TimedSource
+from gear_loader.collection.windows import ROW_KEYS, only_host_gathers, timed_of
 from gear_loader.kernels.devices import multiprocessors
 from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.ragged import Ragged
@@ -55,6 +56,9 @@ class RowSource(Protocol):
     def only(self) -> Table | None:
         """The table that has all rows, if there is one."""
 
+    def another(self) -> RowSource:
+        """A source of the same rows, for other windows."""
+
     def read(self, mover: RowMover, buffers: Any, rows: Any) -> None:
         """Fill buffers with drawn rows by a mover."""
 
@@ -67,6 +71,10 @@ class TableSource:
     def __init__(self, table: Table) -> None:
         self.only = table
         self.tables = (table,)
+
+    def another(self) -> TableSource:
+        """See `RowSource`."""
+        return self
 
     def read(self, mover: RowMover, buffers: Any, rows: Any) -> None:
         """Fill buffers with `SelectedRows`, or with `CudaRows` if the mover's GPU reads the table.
@@ -141,18 +149,25 @@ class _Staged(RowMover):
             buffers.follow(gpu.staging, len(rows))
             current_stream(self._device).wait_event(gpu.released)
             copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
-            buffers.ragged = {
-                name: value.to(self._device, non_blocking=True)
-                if isinstance(value, (Ragged, torch.Tensor))
-                else value
-                for name, value in gpu.staging.ragged.items()  # which keeps them until the copies have been made
-            }
+            # The staging buffers keep these until the copies have been made.
+            buffers.ragged = _on_device(gpu.staging.ragged, self._device)
             if self._values is not None:
                 assert self._host.only is not None
                 staged = gpu.staging.rows(len(rows))
                 buffers.ragged |= self._values.read(self._host.only, self._arrays, staged, gpu.parts)
         finally:
             gpu.filled.record(current_stream(self._device))
+
+
+def _on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copies on a device of what is a tensor or `Ragged`. Does not wait for a GPU."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _on_device(value, device)
+        return value.to(device, non_blocking=True) if isinstance(value, (Ragged, torch.Tensor)) else value
+
+    return {name: moved(value) for name, value in values.items()}
 
 
 class Collector:
@@ -267,7 +282,7 @@ def collector_for(
         zero_copy: whether the device reads the tables; None to pin the only one, unless it lies on a GPU.
         decode: whether a GPU decodes jpegs.
     """
-    tables, pinning = source.tables, False
+    tables, pinning, timed = source.tables, False, bool(timed_of(windows))
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
     here = tables[0]._engine.device
@@ -281,14 +296,17 @@ def collector_for(
         return (PackedHost if packed else PaddedHost)(
             layout("at once" if source.computes else "after"),
             pinned=on_gpu,
-            only=None if here is not None else source.only,
+            only=None if here is not None or timed else source.only,
             arrays=arrays,
             decodes_on=device if on_gpu and decode else None,
         )
 
     host, staged = on_host(arrays=True), only_host_gathers(tables[0].schema, windows)
     text = all(values.kind != "array" for values in host.ragged.values())
-    if tree or (staged and (text or tables[0]._engine.has_tier or source.only is None)):
+    if timed:
+        given = {"pinned": on_gpu, "decodes_on": device if on_gpu and decode else None}
+        source = TimedSource(source, tables[0].schema, windows, batch_size, **given)
+    if tree or (staged and (text or timed or tables[0]._engine.has_tier or source.only is None)):
         zero_copy = False
     if zero_copy is None and here is not None:
         zero_copy = device == here

@@ -15,6 +15,14 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.streams import current_stream
 
 
+class GoneRowsError(Exception):
+    """Rows that a batch has in other forms too were gone when they were read; attribute `rows`: their numbers."""
+
+    def __init__(self, rows: Array) -> None:
+        super().__init__(f"{len(rows)} rows are gone")
+        self.rows = rows
+
+
 class RowMover:
     """Moves rows into the buffers of one layout.
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
 from gear_loader.collection.conversions import converted_dtype
@@ -14,7 +15,7 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage.ragged import Values
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
 from gear_loader.storage.selected_rows import Reach
-from gear_loader.utils.arrays import shown
+from gear_loader.utils.arrays import Array, shown
 from gear_loader.utils.checks import one_of
 
 _W = TypeVar("_W", bound="Window | NStep | Whole")
@@ -123,7 +124,8 @@ def check_layout(layout: Any, windows: Any) -> None:
         return
     for window in each:
         padded = isinstance(window, Window) and (window.pad != "keep" or window.squeeze)
-        if isinstance(window, NStep) or padded or (isinstance(window, Window) and window.chosen):
+        apart = isinstance(window, Window) and (window.chosen or window.timestamps is not None)
+        if isinstance(window, NStep) or padded or apart:
             raise SchemaError(
                 f"layout={layout!r} was given with {window!r}; expected gear_loader.Whole(), or a gear_loader.Window "
                 "without pad, squeeze, every and at: rows that are packed have no padding."
@@ -187,11 +189,15 @@ def expand(
 
     Returns:
         Name -> window; and for each `NStep` the names of its windows among them, by those of `NStep.windows`. A window
-        with `Window.chosen` steps becomes one for each; see `chosen_parts`.
+        with `Window.chosen` steps becomes one for each; see `chosen_parts`. In place of one with `Window.timestamps` it
+        is that of the anchor's time; see `gear_loader.collection.timed`.
     """
     plain: dict[str, Window] = {}
     hidden: dict[str, dict[str, str]] = {}
     for name, window in windows.items():
+        if isinstance(window, Window) and window.timestamps is not None:
+            plain[name] = Window(1, column=window.timestamps)
+            continue
         if isinstance(window, Window) and (window.every > 1 or window.at is not None):
             steps = window.chosen
             one = dataclasses.replace(window, every=1, at=None, length=1, column=source_of(name, window))
@@ -221,6 +227,25 @@ def chosen_parts(windows: Mapping[str, Window | NStep | Whole]) -> dict[str, lis
     }
 
 
+def timed_of(windows: Mapping[str, Window | NStep | Whole]) -> dict[str, Window]:
+    """The windows with `Window.timestamps`."""
+    return {
+        name: window
+        for name, window in windows.items()
+        if isinstance(window, Window) and window.timestamps is not None
+    }
+
+
+def reads(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> list[tuple[str, Window]]:
+    """The columns that windows read, those of times among them, and the windows of steps of each."""
+    timed = timed_of(windows)
+    found = [(source_of(name, window), window) for name, window in expand(schema, windows)[0].items()]
+    for name, window in timed.items():
+        one: dict[str, Any] = {"column": window.column, "dtype": window.dtype, "scale": window.scale}
+        found.append((source_of(name, window), Window(window.length, pad=window.pad, **one)))
+    return found
+
+
 def source_of(name: str, window: Window | NStep | Whole) -> str:
     """The column that the window of this name reads."""
     return name if window.column is None else window.column
@@ -228,9 +253,7 @@ def source_of(name: str, window: Window | NStep | Whole) -> str:
 
 def reads_mutable(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> bool:
     """Whether windows read a column whose values may be overwritten."""
-    return bool(schema.mutable) and any(
-        source_of(*item) in schema.mutable for item in expand(schema, windows)[0].items()
-    )
+    return bool(schema.mutable) and any(source in schema.mutable for source, _ in reads(schema, windows))
 
 
 def ragged_of(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> dict[str, Values]:
@@ -242,7 +265,7 @@ def ragged_of(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> 
 def _check_ragged(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> None:
     """Raise SchemaError if windows ask more of ragged columns than a copy."""
     named = {part: name for name, parts in chosen_parts(windows).items() for part in parts}
-    for name in ragged_of(schema, expand(schema, windows)[0]):
+    for name in ragged_of(schema, {**expand(schema, windows)[0], **timed_of(windows)}):
         window = windows.get(named.get(name, name))
         if (
             window is None
@@ -257,8 +280,10 @@ def _check_ragged(schema: Schema, windows: Mapping[str, Window | NStep | Whole])
 
 
 def only_host_gathers(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> bool:
-    """Whether a GPU gets copies of what the host gathers: of values that change meanwhile, or of any length."""
-    return reads_mutable(schema, windows) or bool(ragged_of(schema, expand(schema, windows)[0]))
+    """Whether a GPU gets copies of what the host gathers: of values that change meanwhile, or of any length, or at
+    times."""
+    ragged = any(source in schema.ragged for source, _ in reads(schema, windows))
+    return ragged or reads_mutable(schema, windows) or bool(timed_of(windows))
 
 
 def mask_of(schema: Schema, name: str, window: Window) -> tuple[int, int, str, bool]:
@@ -336,13 +361,26 @@ def windows_of(
             f"windows={{'other_name': Window(..., column=...)}}."
         )
     _check_ragged(schema, chosen)
-    for name, window in expand(schema, chosen)[0].items():
-        converted_dtype(name, window, schema[source_of(name, window)])
+    for name, window in timed_of(chosen).items():
+        _check_times(schema, name, window)
+    for source, each in reads(schema, chosen):
+        converted_dtype(source, each, schema[source])
     if all(column in schema.per_trajectory for column in sources.values()):
         raise SchemaError(
             f"Only columns per trajectory were asked for: {list(sources.values())}; expected at least one with steps."
         )
     return in_schema_order(schema, chosen)
+
+
+def _check_times(schema: Schema, name: str, window: Window) -> None:
+    """Raise SchemaError unless the column of a window's times has them."""
+    column = schema.get(window.timestamps or "")
+    fits = column is not None and not column.trajectory and column.ragged is None
+    if not fits or column is None or column.shape not in ((), (1,)) or column.dtype == torch.bool:
+        raise SchemaError(
+            f"The window {name!r} has timestamps={window.timestamps!r}, which is {column}; expected a column of "
+            "numbers with one for each step, such as Column(torch.float64)."
+        )
 
 
 def _once(name: str, window: Window | Whole | None) -> Window:
@@ -378,3 +416,22 @@ def reach_of(schema: Schema, windows: Mapping[str, Window]) -> Reach:
     first = min(window.offset for window in steps)
     last = max(window.offset + window.length - 1 for window in steps)
     return Reach(first, last, len(steps) < len(windows))
+
+
+def steps_of(window: Window, anchors: Array, lengths: Array) -> Array:
+    """The steps that a window shows, int64 [n, L]; -1 of padding.
+
+    Args:
+        anchors, lengths: int64 [n], of the rows, and of their trajectories in steps.
+    """
+    first, last = window.reach
+    chosen = window.chosen or tuple(range(first, last + 1))
+    wanted = anchors[:, None] + np.array(chosen, dtype=np.int64)
+    if window.pad == "edge":
+        clipped: Array = np.clip(wanted, 0, lengths[:, None] - 1)
+        return clipped
+    steps: Array = np.where((wanted >= 0) & (wanted < lengths[:, None]), wanted, -1)
+    if window.pad in ("head", "tail"):
+        order = np.argsort(steps >= 0 if window.pad == "head" else steps < 0, axis=1, kind="stable")
+        steps = np.take_along_axis(steps, order, axis=1)
+    return steps

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
-from gear_loader.collection.windows import has_whole, ragged_of
+from gear_loader.collection.windows import has_whole, ragged_of, timed_of
 from gear_loader.dataset.mixed_batches import MixedBatches, can_mix
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.replay_dataset import ReplayDataset
 from gear_loader.errors import SchemaError
 from gear_loader.selection.random import uniforms
+from gear_loader.storage.ragged import Ragged
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.background import closed_at_end
 from gear_loader.utils.checks import at_least, integer, one_of
@@ -328,10 +330,11 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
                 f"Source {name!r} has batch_size=Steps(...), Shards or an output other than 'dict'; expected a "
                 "ReplayDataset of a Table with a batch_size in rows that yields dicts."
             )
-        if ragged := list(ragged_of(dataset.table.schema, dataset.windows)):
+        apart = {**ragged_of(dataset.table.schema, dataset.windows), **timed_of(dataset.windows)}
+        if apart:
             raise SchemaError(
-                f"Source {name!r} has the windows {ragged} of ragged columns; expected none in a Mixture, whose "
-                "sources share one batch."
+                f"Source {name!r} has the windows {list(apart)} of ragged columns or with timestamps; expected none in "
+                "a Mixture, whose sources share one batch."
             )
         padded = dataset.layout == "padded" and has_whole(dataset.windows)
         if dataset.layout in ("jagged", "tree") or padded or dataset.groups is not None:
@@ -414,11 +417,17 @@ def _drawn(dataset: ReplayDataset, count: int) -> Batch:
     return joined(parts) if len(parts) > 1 else parts[0]
 
 
-def joined(parts: Sequence[Mapping[str, Any]]) -> Batch:
-    """The rows of several batches, one after another, in new memory; padded ones, or packed ones."""
+def joined(parts: Sequence[Mapping[str, Any]], steps: Collection[str] = ()) -> Batch:
+    """The rows of several batches, one after another, in new memory; padded ones, packed ones, or trees.
+
+    Args:
+        steps: names of the columns of steps of trees, whose shared segments come after all rows.
+    """
     keys = dict.fromkeys(key for part in parts for key in part)
-    batch = Batch()
+    batch, tree = Batch(), "parent" in keys
     for key in keys:
+        if tree and key in ("parent", "group", "cu_seqlens", "position", *steps):
+            continue
         if key == "max_seqlen":
             batch[key] = max(part[key] for part in parts)
         elif key == "cu_seqlens":
@@ -434,12 +443,59 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> Batch:
         else:
             values = [part[key] for part in parts]
             batch[key] = _joined_values(values)
+    if tree:
+        batch.update(_joined_trees(parts, ("position", *steps)))
     return batch
+
+
+def _joined_trees(parts: Sequence[Mapping[str, Any]], steps: Iterable[str]) -> dict[str, Any]:
+    """What a tree of several has of its segments: first the rows of all, then the shared ones of all."""
+    counts = [len(part["index"]) for part in parts]
+    shared = [len(part["cu_seqlens"]) - 1 - count for part, count in zip(parts, counts, strict=True)]
+    found: dict[str, Any] = {}
+    before, groups, parents, numbers = sum(counts), 0, list[torch.Tensor](), list[torch.Tensor]()
+    for part, count, more in zip(parts, counts, shared, strict=True):
+        parent, group = part["parent"], part["group"]
+        parents.append(torch.where(parent >= 0, parent - count + before, parent))
+        numbers.append(group + groups)
+        before, groups = before + more, groups + int(group.max()) + 1
+    found["parent"], found["group"] = torch.cat(parents), torch.cat(numbers)
+    lengths = [part["cu_seqlens"].diff() for part in parts]
+    sizes = [length[:count] for length, count in zip(lengths, counts, strict=True)]
+    sizes = torch.cat(sizes + [length[count:] for length, count in zip(lengths, counts, strict=True)])
+    found["cu_seqlens"] = torch.cat((sizes.new_zeros(1), sizes.cumsum(0, dtype=sizes.dtype)))
+    ends = [int(part["cu_seqlens"][count]) for part, count in zip(parts, counts, strict=True)]
+    for name in steps:
+        values = [part[name] for part in parts]
+        heads = [_some(value, 0, end) for value, end in zip(values, ends, strict=True)]
+        tails = [_some(value, end, len(value)) for value, end in zip(values, ends, strict=True)]
+        found[name] = _joined_values(heads + tails)
+    return found
+
+
+def _some(values: Any, begin: int, end: int) -> Any:
+    """Values of some steps, of columns of any kind."""
+    if not isinstance(values, Ragged):
+        return values[begin:end]
+    offsets = values.offsets[begin : end + 1]
+    rows = values.values[int(offsets[0]) : int(offsets[-1])]
+    return Ragged._of(rows, offsets - offsets[0], (end - begin,))
+
+
+def _joined_ragged(values: Sequence[Ragged]) -> Ragged:
+    sizes = torch.cat([each.offsets.diff() for each in values])
+    offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    count = sum(each.shape[0] for each in values)
+    return Ragged._of(torch.cat([each.values for each in values]), offsets, (count, *values[0].shape[1:]))
 
 
 def _joined_values(values: list[Any]) -> Any:
     if isinstance(values[0], Mapping):
         return dict(joined(values))
+    if isinstance(values[0], list):
+        return list(itertools.chain(*values))
+    if isinstance(values[0], Ragged):
+        return _joined_ragged(values)
     if isinstance(values[0], tuple):
         return tuple(_joined_values(list(parts)) for parts in zip(*values, strict=True))
     return torch.cat(values)

@@ -165,6 +165,7 @@ class Origin:
         windows: Mapping[str, Window],
         steps: StepBudget | None = None,
         packed: bool = False,
+        tree: bool = False,
     ) -> Selection:
         """Make the selection of a dataset.
 
@@ -172,7 +173,8 @@ class Origin:
             context: sampler, table, and the options that they go with.
             history: batches whose rows a state keeps, because they may have been drawn ahead of it.
             device: that draws. windows: that are gathered.
-            steps: of batches with a number of steps. packed: whether rows lie one after another.
+            steps: of batches with a number of steps. packed: whether rows lie one after another. tree: and
+                shared steps once.
         """
         if not context.sampler.by_priority:
             return SnapshotSelection(context)

@@ -26,9 +26,10 @@ from gear_loader.collection.windows import (
     Whole,
     expand,
     has_whole,
+    reads,
     single_steps,
-    source_of,
     steps_only,
+    timed_of,
     windows_of,
 )
 from gear_loader.dataset.batch_filler import Filler
@@ -320,9 +321,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _sources(self) -> set[str]:
         """Columns that are read."""
-        return {
-            source_of(name, window) for name, window in expand(self.table.schema, self.windows)[0].items()
-        }
+        return {source for source, _ in reads(self.table.schema, self.windows)}
 
     def _items_of(self, rows: int) -> int:
         """Items of so many rows: groups, or rows."""
@@ -354,6 +353,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "prefer_local": self._origin.ranks.prefer_local,
             "subset": None if subset is None else getattr(subset, "__qualname__", type(subset).__qualname__),
             "windows": {name: repr(window) for name, window in self.windows.items()},
+            "layout": self.layout,
         }
 
     def __repr__(self) -> str:
@@ -801,11 +801,12 @@ class ReplayDataset(IterableDataset[Batch]):
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
                 history=_ALL_DRAWS if self._budget is not None else self.prefetch + self.keep + 2,
-                # A packed batch is drawn on the host, which lists its rows' blocks.
-                device=torch.device("cpu") if self._packs else self.device,
+                # The host draws packed batches, whose blocks it lists, and rows whose times it looks for.
+                device=torch.device("cpu") if self._packs or timed_of(self.windows) else self.device,
                 windows=expand(self.table.schema, self.windows)[0],
                 steps=self._budget,
                 packed=self._packs,
+                tree=self.layout == "tree",
             )
         return self._selection
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from gear_loader.collection.windows import expand, has_whole, packed_span, ragged_of, reads_final
+from gear_loader.collection.windows import (
+    expand,
+    has_whole,
+    packed_span,
+    ragged_of,
+    reads_final,
+    timed_of,
+)
 from gear_loader.errors import SchemaError
 from gear_loader.selection.grouping import Groups
 from gear_loader.selection.step_budget import StepBudget, Steps
@@ -43,7 +50,8 @@ def check_final(windows: Mapping[str, Any], *, shards: Any, device: torch.device
 
 def check_ragged(table: Table, dataset: Any) -> None:
     """Raise SchemaError if a dataset that reads ragged columns has options that they do not go with."""
-    found = ragged_of(table.schema, expand(table.schema, dataset.windows)[0])
+    windows = {**expand(table.schema, dataset.windows)[0], **timed_of(dataset.windows)}
+    found = ragged_of(table.schema, windows)
     names = [name for name, values in found.items() if values.coded is None or not values.coded.fixed]
     padded = dataset.layout == "padded" and has_whole(dataset.windows)
     if not names or not (padded or dataset.layout == "jagged" or dataset.output == "tensordict"):

@@ -63,7 +63,8 @@ class GlobalSelection(Selection):
         history: number of batches whose rows are remembered for `state_dict`.
         reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
-        packed: whether batches are packed: records then tell the lengths of their trajectories.
+        packed: whether batches are packed: records then tell the lengths of their trajectories. tree: as of
+            `record_dtype`.
         deal: function from the records of all rows of a batch to the numbers of this rank's, int64 [m]; every rank then
             gets all records. None: each rank has its slice.
         prefer_local: whether slices have rows of their own node as far as possible.
@@ -82,13 +83,21 @@ class GlobalSelection(Selection):
         history: int,
         reach: Reach | None,
         packed: bool = False,
+        tree: bool = False,
         deal: Callable[[Array], Array] | None = None,
         prefer_local: bool = False,
     ) -> None:
         super().__init__(context)
         self.shards = shards
         self.exchange = exchange
-        self.samplers = Samplers(context, shards, reach, extents=packed)
+        self.samplers = Samplers(
+            # The step of a frame, from which those before it are found, depends on the length.
+            context,
+            shards,
+            reach,
+            extents=packed or bool(context.table.schema.videos),
+            tree=tree,
+        )
         self._deal = deal
         self._history = BatchHistory(history)
         self._updates = UpdateRouter(shards, self.samplers.own, exchange)

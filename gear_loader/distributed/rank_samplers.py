@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from gear_loader.collection.tier_rows import resolve
-from gear_loader.distributed.records import SUMMARY, max_window_blocks, record_dtype
+from gear_loader.collection.tree_rows import origins_of
+from gear_loader.distributed.records import ORIGINS, SUMMARY, max_window_blocks, record_dtype
 from gear_loader.distributed.shard_sampler import PrioritizedShardSampler, SnapshotShardSampler
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.errors import PriorityError, TableEmptyError
@@ -56,7 +57,7 @@ class Samplers:
         context: sampler and options of the selection.
         reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
-        extents: whether records tell the extents of their trajectories without blocks, too.
+        extents: whether records tell the extents of their trajectories without blocks, too. tree: as of `record_dtype`.
 
     Attributes:
         own: shard -> shard sampler, of this rank's shards.
@@ -65,7 +66,13 @@ class Samplers:
     """
 
     def __init__(
-        self, context: SelectionContext, shards: ShardTables, reach: Reach | None, *, extents: bool = False
+        self,
+        context: SelectionContext,
+        shards: ShardTables,
+        reach: Reach | None,
+        *,
+        extents: bool = False,
+        tree: bool = False,
     ) -> None:
         self._context = context
         self._shards = shards
@@ -78,6 +85,7 @@ class Samplers:
         self.dtype = record_dtype(
             0 if reach is None else max_window_blocks(reach, shards.block_steps.values()),
             extents=self._extents,
+            tree=tree,
         )
 
     def _new(self, shard: int, table: Table) -> Any:
@@ -110,7 +118,7 @@ class Samplers:
         if self._reach is None:
             extents = table._engine.reader().index_arrays()[0][full["slot"]]
             full["steps"], full["final"] = extents[:, 0], extents[:, 2]
-            return full
+            return with_origins(table, full)
         width = full["blocks"].shape[1]
         extent, ids = np.empty((len(full), 3), dtype=np.int64), np.zeros((len(full), width), dtype=np.int32)
         resolve(table, full["slot"].copy(), full["step"].copy(), self._reach, extent, ids)
@@ -149,3 +157,11 @@ class Samplers:
             assert isinstance(table, Table)
             self._nearby[shard] = self._new(shard, table)
         return self._nearby[shard]
+
+
+def with_origins(table: Table, records: Array) -> Array:
+    """Records of a table of this machine, in which `ORIGINS` are written, if they have these fields."""
+    if ORIGINS[0] in (records.dtype.names or ()):
+        for name, values in zip(ORIGINS, origins_of(table, records["slot"]), strict=True):
+            records[name] = values
+    return records

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_loader.collection.tree_rows import Origins
 from gear_loader.storage.selected_rows import Reach
 from gear_loader.utils.arrays import Array
 
@@ -54,14 +55,19 @@ MOVE = np.dtype(
 """Migration of one trajectory to another shard: its old and new slot in stage 0."""
 
 
+ORIGINS = tuple(f"tree_{name}" for name in Origins._fields)
+"""Fields of a record that are `Origins`."""
+
+
 @functools.cache
-def record_dtype(blocks: int, *, extents: bool = False) -> np.dtype[np.void]:
+def record_dtype(blocks: int, *, extents: bool = False, tree: bool = False) -> np.dtype[np.void]:
     """Return the type of a row record: a row of a batch as its owner describes it.
 
     Args:
         blocks: most blocks that a window touches, where rows are read one-sidedly; else 0.
         extents: whether records tell the extents of their trajectories without blocks, too: a cache and packed batches
             need them.
+        tree: whether records tell what their trajectories have in common with others of their table; `ORIGINS`.
     """
     fields: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
         ("slot", "<i8"),
@@ -73,6 +79,8 @@ def record_dtype(blocks: int, *, extents: bool = False) -> np.dtype[np.void]:
     ]
     if blocks or extents:
         fields += [("steps", "<i8"), ("final", "<i8")]
+    if tree:
+        fields += [(name, "<i8") for name in ORIGINS]
     if blocks:
         fields += [("low", "<i8"), ("blocks", "<i4", (blocks + blocks % 2,))]
     return np.dtype(fields)

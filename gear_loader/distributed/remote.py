@@ -98,10 +98,14 @@ class RemoteShard:
         records: Array,
         staging: Staging,
         returns: tuple[ReturnWindows, ...] = (),
+        *,
+        moved: bool = False,
     ) -> list[RowRequest]:
         """Request windows of rows.
 
         Args:
+            moved: whether the anchors are others than the drawn ones, whose blocks the records do not tell: then the
+                table's server reads the rows.
             returns: n-step returns of them that the owner computes; not one-sided.
             rows: rows of the batch, int64 [n].
             records: row records of these rows, [n].
@@ -109,18 +113,21 @@ class RemoteShard:
         """
         spec = self.spec(windows, returns)
         size = max(1, PART_BYTES // spec.row_bytes)
-        here = not self.one_sided and spec.row_bytes * len(rows) <= MOST_RECEIVED_HERE
+        one_sided = self.one_sided and not moved
+        peer = self._asked if moved else self.peer
+        here = not one_sided and spec.row_bytes * len(rows) <= MOST_RECEIVED_HERE
         requests = []
         for begin in range(0, len(rows), size):
             some = records[begin : begin + size]
             given = [np.ascontiguousarray(some[field]) for field in ("slot", "step", "generation")]
-            options = self._places(some) if self.one_sided else {"here": here}
+            options = self._places(some) if one_sided else {"here": here}
             part = functools.partial(Part, rows[begin : begin + size])
-            requests.append(self._ask(spec, given, spec.reply_bytes(len(some)), part, staging, options))
+            requests.append(self._ask(peer, spec, given, spec.reply_bytes(len(some)), part, staging, options))
         return requests
 
     def _ask(
         self,
+        peer: Any,
         spec: AnySpec,
         given: Sequence[Array],
         size: int,
@@ -130,9 +137,9 @@ class RemoteShard:
     ) -> RowRequest:
         """Request rows, whose reply has `size` bytes; `part` makes a part of its memory."""
         memory = staging.take(size)
-        peer = self._asked if isinstance(spec, ValueSpec) else self.peer
         future = peer.fetch(spec, *given, out=memory.numpy(), **options)
-        return RowRequest(part(memory), future, lambda: self._ask(spec, given, size, part, staging, options))
+        again = functools.partial(self._ask, peer, spec, given, size, part, staging, options)
+        return RowRequest(part(memory), future, again)
 
     @staticmethod
     def _places(records: Array) -> dict[str, Array]:
@@ -174,7 +181,7 @@ class RemoteShard:
             sizes = len(some), int(steps.sum())
             offsets = {span.name: span.offset for span in spec.spans(*sizes)}
             part = functools.partial(_span_part, numbers, firsts, steps, places, offsets)
-            requests.append(self._ask(spec, given, spec.reply_bytes(*sizes), part, staging, {}))
+            requests.append(self._ask(self.peer, spec, given, spec.reply_bytes(*sizes), part, staging, {}))
             begin = end
         return requests
 
@@ -212,7 +219,13 @@ class RemoteShard:
             part = functools.partial(ValuePart, np.arange(first, last + 1), low * row_bytes, high * row_bytes)
             requests.append(
                 self._ask(
-                    spec, given, spec.reply_bytes(len(firsts), high - low), part, staging, dict(options)
+                    self._asked,
+                    spec,
+                    given,
+                    spec.reply_bytes(len(firsts), high - low),
+                    part,
+                    staging,
+                    dict(options),
                 )
             )
             low = high
@@ -224,7 +237,9 @@ class RemoteShard:
             )
             given = [np.ascontiguousarray(each) for each in (more[0], none, more[1], none, none, none)]
             requests.append(
-                self._ask(spec, given, spec.reply_bytes(len(none), 0), part, staging, dict(options))
+                self._ask(
+                    self._asked, spec, given, spec.reply_bytes(len(none), 0), part, staging, dict(options)
+                )
             )
         return requests
 

@@ -74,10 +74,6 @@ class ShardOrigin(Origin):
         self, *, sampler: Sampler, packed: bool, layout: str, steps: Steps | None, sample_info: bool
     ) -> None:
         super().check(sampler=sampler, packed=packed, layout=layout, steps=steps, sample_info=sample_info)
-        if layout == "tree":
-            raise SchemaError(
-                "layout='tree' was given with Shards; expected a Table, which knows what trajectories share."
-            )
         if packed and self.is_global and self.shards.num_stages > 1:
             raise SchemaError(
                 f"layout={layout!r} was given with Shards of {self.shards.num_stages} pipeline stages; expected one "
@@ -141,6 +137,7 @@ class ShardOrigin(Origin):
         windows: Mapping[str, Window],
         steps: StepBudget | None = None,
         packed: bool = False,
+        tree: bool = False,
     ) -> Selection:
         if not self.is_global:
             options: dict[str, Any] = {"history": history, "device": device, "windows": windows}
@@ -165,6 +162,7 @@ class ShardOrigin(Origin):
             history=history,
             reach=reach_of(context.table.schema, windows) if one_sided else None,
             packed=packed,
+            tree=tree,
             deal=deal,
             prefer_local=self.ranks.prefer_local,
         )

@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.collection.movers import RowMover
+from gear_loader.collection.movers import GoneRowsError, RowMover
+from gear_loader.collection.tree_rows import Origins, Tree, tree_of
 from gear_loader.collection.windows import ROW_KEYS
+from gear_loader.distributed.rank_samplers import with_origins
+from gear_loader.distributed.records import ORIGINS
 from gear_loader.distributed.remote import RemoteShard, RowRequest
 from gear_loader.distributed.row_cache import RowCache
 from gear_loader.distributed.shard_tables import ShardTables
@@ -19,6 +22,7 @@ from gear_loader.distributed.shard_values import ShardValues
 from gear_loader.errors import StaleIndexError, TableEmptyError, TransportError
 from gear_loader.native.row_cache import ABSENT
 from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
@@ -67,6 +71,7 @@ class ShardRows:
         known: importance weights, float32 [n], that are known already.
         max_steps: most steps of the batch, if it has a number of steps: then rows that are gone are left out. Else 0.
         gone, lost_steps: rows that were left out, and their steps.
+        parts_of: int64 [n], numbers of the rows of a batch that these are parts of; None if they are the batch's own.
     """
 
     counts = numbers = None  # no ``sample_info``
@@ -84,6 +89,7 @@ class ShardRows:
     max_steps: int = 0
     gone: int = 0
     lost_steps: int = 0
+    parts_of: Array | None = None
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -135,6 +141,12 @@ class ShardRows:
             self, shards=self.shards[which], records=records, spans=spans, tickets=ReadTickets(), **chosen
         )
 
+    def moved(self, which: Array, anchors: Array) -> ShardRows:
+        """As `SelectedRows.moved`: parts of these rows, under the same tickets."""
+        records = self.records[which].copy()
+        records["step"] = anchors
+        return ShardRows(self.shards[which], records, None, None, tickets=self.tickets, parts_of=which)
+
     # ---------------------------------------------------------------- rows that are gone
 
     def without(self, which: Array, source: ShardSource) -> Array:
@@ -145,7 +157,10 @@ class ShardRows:
 
         Raises:
             StaleIndexError: there are no spare rows. TableEmptyError: these were gone each time, too.
+            GoneRowsError: the rows are parts of others.
         """
+        if self.parts_of is not None:
+            raise GoneRowsError(np.unique(self.parts_of[which]))
         numbers = np.arange(len(self))
         numbers[which] = -1
         kept = numbers >= 0
@@ -179,6 +194,7 @@ class ShardRows:
                 self.records[name][left] = records[name]
             self.shards[left] = shard
             alive = source.present(self, shard, left)
+            self.records[left] = with_origins(source.table_of(shard), self.records[left])
             if self.spans is not None:
                 extent = source.table_of(shard)._engine.reader().index_arrays()[0]
                 self.records["steps"][left] = extent[self.records["slot"][left], 0]
@@ -192,6 +208,41 @@ class ShardRows:
             f"{len(left)} rows were drawn {_TURNS} times, and were evicted each time before they could be read{longer}."
             " The table is replaced faster than it is read: make it larger."
         )
+
+
+@dataclasses.dataclass
+class ShardTreeRows(ShardRows):
+    """The segments of a batch of ``layout="tree"``, see `Tree`; parts of its rows."""
+
+    tree: Tree | None = None
+
+    @classmethod
+    def of(cls, rows: ShardRows) -> ShardTreeRows:
+        """Split rows, which are measured."""
+        assert rows.spans is not None
+        own, roots, steps, slots, generations = (rows.records[name].astype(np.int64) for name in ORIGINS)
+        count = int(rows.shards.max(initial=0)) + 1  # so that names of different shards differ
+        own, slots = own * count + rows.shards, slots * count + rows.shards
+        roots = np.where(roots < 0, -1, roots * count + rows.shards)
+        tree = tree_of(rows.spans, Origins(own, roots, steps, slots, generations))
+        which, weights = tree.which, rows.weights
+        return cls(
+            rows.shards[which],
+            rows.records[which],
+            None,
+            None,
+            tickets=rows.tickets,
+            spans=np.ascontiguousarray(tree.spans),
+            known=None if weights is None else weights[which],
+            parts_of=which,
+            tree=tree,
+        )
+
+    @property
+    def names(self) -> tuple[Array, ...]:  # type: ignore[override]
+        """What identifies the rows, and what they begin with."""
+        assert self.tree is not None
+        return *super().names, self.tree.parents, self.tree.prefix_steps, self.tree.groups
 
 
 class ShardSource:
@@ -211,6 +262,10 @@ class ShardSource:
         self.num_gone = self.num_lost = 0
         self._cache: RowCache | None = None
         self.values = ShardValues(shards.source, shards.mark_lost)
+
+    def another(self) -> ShardSource:
+        """A source of the same rows for other windows: a cache has rows of one kind."""
+        return ShardSource(self.shards)
 
     @property
     def computes(self) -> bool:
@@ -254,18 +309,43 @@ class ShardSource:
             StaleIndexError, TableEmptyError: rows were gone, and there are no spare rows.
             SchemaError: a packed batch would have 2**31 steps or more.
         """
+        tree = mover.layout.packed and mover.layout.tree
         while True:
-            self._read_rows(mover, buffers, rows)
+            try:
+                if tree:
+                    self._read_tree(mover, buffers, rows)
+                else:
+                    self._read_rows(mover, buffers, rows)
+            except GoneRowsError as error:
+                if not tree:
+                    raise
+                rows.without(error.rows, self)
+                continue
             if not mover.ragged:
                 return
             # The rows of this node keep their tickets; those of others may leave before their values are read.
             timeout, strict = self.shards.rows_timeout, self.shards.on_failure == "raise"
-            given = mover, buffers.rows(len(rows)), rows
-            buffers.ragged, gone = self.values.read(*given, timeout=timeout, strict=strict)
+            given = mover, buffers.rows(len(rows)), rows, buffers.leaders if tree else None
+            try:
+                buffers.ragged, gone = self.values.read(*given, timeout=timeout, strict=strict)
+            except MovedRowsError:  # what was on disk has been written anew meanwhile
+                continue
             if not len(gone):
                 return
             self.num_gone += len(gone)
             rows.without(gone, self)
+
+    def _read_tree(self, mover: RowMover, buffers: Any, rows: ShardRows) -> None:
+        """`_read_rows` of a batch in which shared steps lie once.
+
+        Raises:
+            GoneRowsError: some rows were gone.
+        """
+        rows.measure(mover.layout.offset, mover.layout.length)
+        parts = ShardTreeRows.of(rows)
+        assert parts.tree is not None
+        buffers.segments, buffers.leaders = len(parts) - len(rows), parts.tree.leaders
+        self._read_rows(mover, buffers, parts)
 
     def _read_rows(self, mover: RowMover, buffers: Any, rows: ShardRows) -> None:
         """`read`, of ragged columns their records."""
@@ -327,7 +407,8 @@ class ShardSource:
                     columns = [*layout.columns_read[0], *layout.columns_read[1]]
                     made = source.start_spans(columns, *asked, rows.spans[:, part], memory)
                 else:
-                    made = source.start(layout.windows, *asked, memory, layout.returns)
+                    moved = rows.parts_of is not None
+                    made = source.start(layout.windows, *asked, memory, layout.returns, moved=moved)
                 requests += [(shard, request) for request in made]
         present = [_none()]
         for shard, part in self._by_shard(rows, np.concatenate(here)):

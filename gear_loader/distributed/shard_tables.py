@@ -194,6 +194,11 @@ class ShardTables:
                 f"The table {self.table.name!r} has late columns or max_lag, and there are {self.num_stages} pipeline "
                 "stages; expected one stage: the others would not know which trajectories may be drawn."
             )
+        if self.num_stages > 1 and schema.videos:
+            raise SchemaError(
+                f"The columns {list(schema.videos)} of the table {self.table.name!r} have codec='video', and there are "
+                f"{self.num_stages} pipeline stages; expected one stage, or a codec of images, such as 'jpeg'."
+            )
         _number(self.table, self.place.data)
         me = Member(
             rank,
@@ -251,6 +256,8 @@ class ShardTables:
         )
 
         def attach() -> dict[str, Any]:
+            if len(nodes) > 1 and self.table._engine.has_tier:
+                check_fixed(self.table.schema, "tables of Shards on several nodes whose disk has a size have")
             address = servers.serve() if len(nodes) > 1 else None
             for shard, each in enumerate(stage):
                 if each.rank == me.rank:
@@ -414,15 +421,6 @@ def _check_table(table: Any, transport: str) -> None:
         raise SchemaError(
             f"{table!r} was given; expected a table in host memory, of which other nodes read rows: create it without "
             "device=."
-        )
-    if table._engine.has_tier:
-        check_fixed(table.schema, "tables of Shards whose disk has a size have")
-    if videos := [
-        name for name, column in table.schema.items() if column.codec and column.codec.name == "video"
-    ]:
-        raise SchemaError(
-            f"The columns {videos} have codec='video', whose frames are decoded with those before them; expected none "
-            "in tables of Shards. Give them a codec of images, such as 'jpeg'."
         )
     rules = table.rules
     if rules.rate_limiter is not None or rules.max_times_sampled is not None:

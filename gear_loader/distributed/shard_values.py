@@ -6,6 +6,7 @@ Each distinct value is requested once for a batch, however many rows and windows
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,11 +16,14 @@ import torch
 
 from gear_loader.collection.movers import RowMover
 from gear_loader.collection.ragged_values import rows_of
-from gear_loader.collection.windows import source_of
+from gear_loader.collection.windows import source_of, steps_of
 from gear_loader.distributed.remote import RemoteShard, RowRequest, ValuePart
+from gear_loader.distributed.shard_frames import RemoteFrames, local_frames, shown_frames
 from gear_loader.errors import TransportError
 from gear_loader.native.ragged_copies import write_values
 from gear_loader.storage.decoding import decoded
+from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.disk_records import rows_of as sizes_of
 from gear_loader.storage.ragged import Ragged, Values, texts
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -62,13 +66,21 @@ class ShardValues:
         self.num_bytes = 0
 
     def read(
-        self, mover: RowMover, batch: Mapping[str, Any], rows: Any, *, timeout: float, strict: bool
+        self,
+        mover: RowMover,
+        batch: Mapping[str, Any],
+        rows: Any,
+        leaders: Array | None = None,
+        *,
+        timeout: float,
+        strict: bool,
     ) -> tuple[dict[str, Any], Array]:
         """Read the values whose records have been gathered. The caller holds the read tickets of this node's tables.
 
         Args:
             mover: has the windows, and the memory that values arrive in. batch: of records, see `read_ragged`.
-            rows: `ShardRows` of the batch. timeout: seconds in which lost requests are repeated.
+            rows: `ShardRows` of the batch. leaders: int64 [G], a row of each group of a tree, whose values per group
+                come once; else None. timeout: seconds in which lost requests are repeated.
             strict: whether a shard that does not answer is an error.
 
         Returns:
@@ -76,21 +88,39 @@ class ShardValues:
 
         Raises:
             TransportError: with `strict`, a shard did not answer. CorruptTableError, CodecError: as `read_ragged`.
+            MovedRowsError: the records of values on disk have to be read again.
         """
         columns: dict[str, list[str]] = {}
         for name in mover.ragged:
             columns.setdefault(source_of(name, mover.layout.shown[name]), []).append(name)
         found, reads = dict[str, Any](), []
+        shapes = {name: tuple(batch[name].shape[:-1]) for name in mover.ragged}
         for column, names in columns.items():
-            records = np.concatenate([batch[name].reshape(-1, 2).numpy() for name in names])
-            numbers = np.concatenate([rows_of(batch, tuple(batch[name].shape[:-1])) for name in names])
+            parts = [batch[name].reshape(-1, 2).numpy() for name in names]
+            owners = [rows_of(batch, shapes[name]) for name in names]
+            if leaders is not None and mover.layout.schema[column].group:
+                parts, owners = [part[leaders] for part in parts], [leaders] * len(names)
+                shapes.update(dict.fromkeys(names, (len(leaders),)))
+            records, numbers = np.concatenate(parts), np.concatenate(owners)
             asked = self._ask(column, records, numbers, rows, mover)
             reads.append((column, names, records, numbers, asked))
         end, gone = time.monotonic() + timeout, [np.empty(0, dtype=np.int64)]
         failure: TransportError | None = None
         for column, names, records, numbers, asked in reads:
             values = mover.ragged[names[0]]
-            places, hold = self._read_here(column, records, numbers, rows)
+            each_shape = [shapes[name] for name in names]
+            if values.coded is not None and values.coded.codec.name == "video":
+                steps = _steps_shown(mover.layout, batch, names, rows)
+                frames = self._frames(column, records, numbers, steps, rows, mover, asked, end)
+                failure = failure or frames[2]
+                gone.append(frames[1])
+                if not any(len(each) for each in gone):
+                    parts = frames[0].split([int(np.prod(shape)) for shape in each_shape])
+                    for name, part, shape in zip(names, parts, each_shape, strict=True):
+                        found[name] = part.view(*shape, *part.shape[1:])
+                continue
+            places, hold, unread = self._read_here(column, records, numbers, rows)
+            gone.append(unread)
             for each in asked:
                 memory, lost, error = self._received(each, values, mover, end)
                 failure = failure or error
@@ -98,13 +128,91 @@ class ShardValues:
                 places[each.which] = (memory.ctypes.data + ends - each.rows * values.row_bytes)[each.place]
                 gone.append(numbers[each.which][lost])
                 hold.append(memory)
-            shapes = [tuple(batch[name].shape[:-1]) for name in names]
             if not any(len(each) for each in gone):
-                made = _delivered(values, records, places, shapes, pinned=mover.pinned)
+                plain = np.stack((records[:, 0], sizes_of(records)), axis=1)
+                made = _delivered(values, plain, places, each_shape, pinned=mover.pinned)
                 found.update(zip(names, made, strict=True))
         if failure is not None and strict:
             raise failure
         return found, np.unique(np.concatenate(gone))
+
+    def _frames(
+        self,
+        column: str,
+        records: Array,
+        numbers: Array,
+        steps: Array,
+        rows: Any,
+        mover: RowMover,
+        asked: list[_Asked],
+        end: float,
+    ) -> tuple[torch.Tensor, Array, TransportError | None]:
+        """Frames of a column of video; the rows of those that did not come, int64 [m], and an error.
+
+        Args:
+            steps: int64 [n], of the values. Others as of `read`, `_ask` and `_received`.
+        """
+        values, local, groups, gone = (
+            mover.layout.schema.ragged[column],
+            dict[int, Any](),
+            list[Any](),
+            list[Array](),
+        )
+        failure: TransportError | None = None
+        slots, generations = (rows.records[field][numbers] for field in ("slot", "generation"))
+        for each in asked:
+            source = self._source(each.shard)
+            assert isinstance(source, RemoteShard)
+            memory, lost, error = self._received(each, values, mover, end)
+            failure = failure or error
+            gone.append(numbers[each.which][lost])
+            fetch = functools.partial(self._fetch, each.shard, source, column, values, mover)
+            frames = RemoteFrames(source, column, values, fetch, mover.staging)
+            ends = np.cumsum(each.rows)
+            for i in np.flatnonzero(~lost).tolist():
+                place, number = int(each.which[i]), int(each.place[i])
+                key = int(slots[place]), int(generations[place]), int(steps[place])
+                frames.add(key, memory.data[ends[number] - each.rows[number] : ends[number]], place)
+            some, left, error = frames.groups(end)
+            failure = failure or error
+            groups += some
+            gone.append(numbers[np.array(left, dtype=np.int64)])
+        lost_rows = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *gone]))
+        if len(lost_rows):
+            return torch.empty(0), lost_rows, failure
+        for shard, which in self._by_shard(records, numbers, rows):
+            source = self._source(shard)
+            if len(which) and isinstance(source, Table):
+                given = np.ascontiguousarray(records[which]), np.ascontiguousarray(slots[which])
+                local.update(zip(which.tolist(), local_frames(source, column, *given), strict=True))
+        return (
+            shown_frames(values, records, local, groups, column, pinned=mover.pinned),
+            lost_rows,
+            failure,
+        )
+
+    def _fetch(
+        self,
+        shard: int,
+        source: RemoteShard,
+        column: str,
+        values: Values,
+        mover: RowMover,
+        slots: Array,
+        generations: Array,
+        records: Array,
+        end: float,
+    ) -> tuple[Array, Array, TransportError | None]:
+        """Request values of another node, and wait for them; returns as `_received`."""
+        which = np.arange(len(records))
+        if not len(which):
+            return np.empty(0, dtype=np.uint8), np.empty(0, dtype=bool), None
+        requests = source.start_values(column, slots, generations, records, mover.staging)
+        sizes = abs(records[:, 1])
+        self.num_bytes += int(sizes.sum())
+        return self._received(
+            _Asked(shard, requests, sizes, which, which, np.stack((which, which))), values, mover, end
+        )
 
     def _by_shard(self, records: Array, numbers: Array, rows: Any) -> list[tuple[int, Array]]:
         """Each shard, and the values there that are not empty, int64 [m]."""
@@ -145,16 +253,27 @@ class ShardValues:
 
     def _read_here(
         self, column: str, records: Array, numbers: Array, rows: Any
-    ) -> tuple[Array, list[object]]:
-        """The address of each value that a table of this node has, int64 [n], else 0; and what holds some of them."""
+    ) -> tuple[Array, list[object], Array]:
+        """The address of each value that a table of this node has, int64 [n], else 0; what holds some of them; and rows
+        that cannot be read from disk, int64 [m], which their tables lose.
+
+        Raises:
+            MovedRowsError: the records have to be read again.
+        """
         addresses, hold = np.zeros(len(records), dtype=np.int64), list[object]()
+        lost = [np.empty(0, dtype=np.int64)]
         for shard, which in self._by_shard(records, numbers, rows):
             source = self._source(shard)
             if len(which) and isinstance(source, Table):
                 given = source.schema.ragged[column], np.ascontiguousarray(records[which])
-                addresses[which], copies = source._engine.payload.located(*given)
-                hold.append(copies)
-        return addresses, hold
+                try:
+                    addresses[which], copies = source._engine.payload.located(*given)
+                    hold.append(copies)
+                except LostRowsError as error:
+                    source._engine.remove_lost(error)
+                    some = numbers[which]
+                    lost.append(some[np.isin(rows.records["slot"][some], error.slots)])
+        return addresses, hold, np.concatenate(lost)
 
     def _received(
         self, asked: _Asked, values: Values, mover: RowMover, end: float
@@ -177,6 +296,16 @@ class ShardValues:
             mover.staging.give(part.memory)
         gone: Array = np.any(lost[asked.entries], axis=0)
         return memory, gone, failure
+
+
+def _steps_shown(layout: Any, batch: Mapping[str, Any], names: list[str], rows: Any) -> Array:
+    """The step of each value of some windows of steps, int64 [n]; -1 of padding."""
+    if layout.packed:
+        position = batch["position"].numpy().astype(np.int64)
+        return np.concatenate([position] * len(names))
+    lengths = rows.records["steps"]
+    shown = [steps_of(layout.shown[name], rows.anchors, lengths).reshape(-1) for name in names]
+    return np.concatenate(shown)
 
 
 def _delivered(

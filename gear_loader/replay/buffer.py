@@ -185,8 +185,10 @@ class ReplayBuffer:
             raise SchemaError(
                 f"ragged is {self._ragged} without payload; expected the bytes of their values, too."
             )
-        if payload is not None and (hindsight is not None or agents is not None):
-            raise SchemaError("payload was given with agents or hindsight; expected it without them.")
+        if payload is not None and agents is not None:
+            raise SchemaError(
+                "payload was given with agents, of which each acts when it has an action; expected one of them."
+            )
         self._sampler = Uniform(unit="step") if sampler is None else sampler
         self._batch_size = at_least("batch_size", batch_size)
         self._device, self._name, self._seed = device, name, seed
@@ -454,7 +456,8 @@ class ReplayBuffer:
         assert self._table is not None
         adder: Adder | AgentAdder | ValueAdder
         if self._table.schema.ragged:
-            adder = ValueAdder(self._table, self._nestings, count, self._piece)
+            growing = self._hindsight is None or self._hindsight.running
+            adder = ValueAdder(self._table, self._nestings, count, self._piece, growing=growing)
         elif self._agents is not None:
             columns = self._table, self._nestings, count, self._piece
             adder = AgentAdder(self._agents, *columns, waits=self._waits)

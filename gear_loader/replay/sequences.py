@@ -14,6 +14,8 @@ from gear_loader.dataset.options import Draws
 from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.replay.adding import Adder
 from gear_loader.replay.buffer import ReplayBuffer
+from gear_loader.replay.value_adding import ValueAdder
+from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
@@ -56,8 +58,9 @@ class SequenceBuffer(ReplayBuffer):
     them. If all of a running episode has been dropped, a sequence begins at the step that comes next.
 
     Args:
-        capacity, batch_size, num_envs, observation_space, action_space, device, name, if_exists, disk, seed: as for
-            `ReplayBuffer`. Spaces go with an `add` without other columns.
+        capacity, batch_size, num_envs, observation_space, action_space, device, name, if_exists, disk, seed, payload,
+            ragged: as for `ReplayBuffer`. Values of any length come as `Ragged` of ``[B, T]``, or as lists of lists.
+            Spaces go with an `add` without other columns.
         length: steps of a sequence, its burn-in included.
         burn_in: steps that only warm up the recurrent state (R2D2: Kapturowski et al., 2019).
         overlap: steps that consecutive sequences of an episode have in common; by default `burn_in`, so that every step
@@ -93,11 +96,6 @@ class SequenceBuffer(ReplayBuffer):
             raise SchemaError(
                 f"{sorted(unknown)} were given; a SequenceBuffer has no n-step returns, hindsight or agents. "
                 "Leave them out."
-            )
-        if options.get("payload") is not None or options.get("ragged"):
-            raise SchemaError(
-                "payload or ragged was given; a SequenceBuffer has no values of any length. Use ReplayBuffer, or a "
-                "Table and its writers."
             )
         if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
             raise SchemaError(f"mutable is {shown(mutable)}; expected names of columns, such as ('state',).")
@@ -135,10 +133,19 @@ class SequenceBuffer(ReplayBuffer):
             windows |= dict.fromkeys(self._nestings["state"].columns(), Window(1, squeeze=True))
         return windows
 
-    def _new_adder(self, count: int) -> Adder:
+    def _use(self, table: Table) -> None:
+        super()._use(table)
+        complete = None if self._dataset is None else self._dataset.complete
+        if self._dataset is not None and complete is not None and table.schema.ragged:
+            # The last row of a trajectory is what followed, see `ValueAdder`, and no step of a sequence.
+            self._dataset.complete = dataclasses.replace(complete, ahead=1, ahead_final=1, length=self.length)
+
+    def _new_adder(self, count: int) -> Adder | ValueAdder:
         assert self._table is not None
         self.num_envs = count
         columns = self._nestings, count, self._piece
+        if self._table.schema.ragged:
+            return ValueAdder(self._table, *columns, first="is_first", overlap=self.overlap)
         return Adder(self._table, *columns, waits=self._waits, first="is_first", overlap=self.overlap)
 
     # ---------------------------------------------------------------- sampling
@@ -150,7 +157,7 @@ class SequenceBuffer(ReplayBuffer):
         following = {}
         for column in self._nestings["obs"].columns():
             mask, values = steps[column][:, 1:], leaves[column]
-            leaves[column], following[column] = values[:, :-1], values[:, 1:]
+            leaves[column], following[column] = _part(values, 0, -1), _part(values, 1, None)
         for name, nesting in self._nestings.items():
             for column in nesting.columns():
                 found.pop(column)
@@ -226,3 +233,17 @@ class SequenceBuffer(ReplayBuffer):
             "overlap": self.overlap,
             "mutable": list(self.mutable),
         }
+
+
+def _part(values: Any, first: int, last: int | None) -> Any:
+    """Some of the steps of sequences: values [B, T, ...], `Ragged` [B, T], or lists of lists."""
+    if isinstance(values, list):
+        return [row[first:last] for row in values]
+    if not isinstance(values, Ragged):
+        return values[:, first:last]
+    starts = values.offsets[:-1].view(values.shape)[:, first:last]
+    sizes = values.offsets.diff().view(values.shape)[:, first:last].reshape(-1)
+    offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    shift = (starts.reshape(-1) - offsets[:-1]).repeat_interleave(sizes)
+    rows = values.values[shift + torch.arange(len(shift), device=shift.device)]
+    return Ragged._of(rows, offsets, tuple(starts.shape))

@@ -6,6 +6,7 @@ other columns: a row is drawn if the next one is there (``Draws(complete=True)``
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -83,14 +84,29 @@ class ValueAdder:
 
     Args:
         table: with the columns of `nestings`, ``reward`` and ``terminated``. nestings: name of a value -> its columns.
-        num_envs: n. piece: most transitions of a trajectory.
+        num_envs: n. piece: most transitions of a trajectory. growing: as for `RowAdder`.
+        first: name of a column that is True in the first row of an episode; None for none.
+        overlap: transitions that consecutive trajectories of an episode have in common.
     """
 
     plain = waits = False
 
-    def __init__(self, table: Table, nestings: Mapping[str, Nesting], num_envs: int, piece: int) -> None:
+    def __init__(
+        self,
+        table: Table,
+        nestings: Mapping[str, Nesting],
+        num_envs: int,
+        piece: int,
+        *,
+        growing: bool = True,
+        first: str | None = None,
+        overlap: int = 0,
+    ) -> None:
         self.nestings, self.num_envs, self._piece = nestings, num_envs, piece
-        self._writer = table.writers(num_envs, commit_every_step=True)
+        self._first, self._overlap = first, overlap
+        # The last rows of the episode of each environment, column -> value.
+        self._recent: list[deque[dict[str, Any]]] = [deque(maxlen=overlap) for _ in range(num_envs)]
+        self._writer = table.writers(num_envs, commit_every_step=growing)
         self._most_bytes = table._engine.region.layout.payload
         obs, self._schema = nestings["obs"].columns(), dict(table.schema)
         self._columns = {name: self._column(name, name, column) for name, column in table.schema.items()}
@@ -157,8 +173,15 @@ class ValueAdder:
         acting = ~resets if not single else np.ones(1, dtype=bool)
         if active is not None:
             acting = flags_of("active", active, self.num_envs)
-        closes = acting & (self._steps > 0) & (~follows | (self._steps >= self._piece))
-        self._left = [("close", closes), ("row", acting.copy()), ("close", acting & ends)]
+        goes_on = (self._steps > 0) & follows
+        full = acting & goes_on & (self._steps >= self._piece)
+        closes = full | (acting & (self._steps > 0) & ~follows)
+        if self._first is not None:
+            self._columns[self._first].rows[:] = ~goes_on
+        for i in np.flatnonzero(acting & ~goes_on):
+            self._recent[i].clear()
+        again = [(f"again {i}", full.copy()) for i in range(self._overlap)]
+        self._left = [("close", closes), *again, ("row", acting.copy()), ("close", acting & ends)]
         self._ending = ends
         self.flush()
 
@@ -182,9 +205,10 @@ class ValueAdder:
         return found
 
     def _append(self, kind: str, which: Array) -> None:
-        """Append a row of each of the environments: of what was given, or what followed the last one.
+        """Append a row of each of the environments: of what was given, what followed the last one, or was there before.
 
         Args:
+            kind: "row", "close", or "again" and a number, of a row among the last ones.
             which: bool [n]; those that were appended are taken out of it, also after an error.
         """
         closes, done = kind == "close", np.zeros(self.num_envs, dtype=bool)
@@ -193,6 +217,11 @@ class ValueAdder:
             rows = {
                 name: self._column(name, name, each).rows for name, each in self._schema.items()
             } | self._after
+        elif kind != "row":
+            rows = {name: self._column(name, name, each).rows for name, each in self._schema.items()}
+            for i in np.flatnonzero(which):
+                for name, value in self._recent[i][int(kind.split()[1])].items():
+                    rows[name][i] = value
         try:
             self._writer.append(rows, active=which.copy(), done=which.copy() if closes else None)
             done = which.copy()
@@ -204,11 +233,18 @@ class ValueAdder:
         finally:
             which &= ~done
             self._steps[done] = 0 if closes else self._steps[done] + 1
-            if not closes:
+            if kind == "row":
                 self._ended = np.where(done, self._ending, self._ended)
                 for name, column in self._next.items():
                     for i in np.flatnonzero(done):
                         self._after[name][i] = column.rows[i]
+                for i in np.flatnonzero(done) if self._overlap else ():
+                    kept = {name: column.rows[i] for name, column in self._columns.items()}
+                    self._recent[i].append({name: _copied(value) for name, value in kept.items()})
+
+
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, (str, bytes)) else np.copy(value)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
@@ -52,6 +53,13 @@ class CompleteAnchors:
                 continue
             column = schema[name if window.column is None else window.column]
             if column.trajectory:
+                continue
+            if window.timestamps is not None:
+                if complete:
+                    raise SchemaError(
+                        f"complete=True was given with the window {name!r}, {window!r}; expected windows of steps: "
+                        "those of times are known when the times have been read. Look at its mask."
+                    )
                 continue
             final = column.final
             finals.add(final)

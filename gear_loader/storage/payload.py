@@ -225,14 +225,19 @@ class PayloadReader:
         return int(measure_values(records, values.row_bytes, FIRST, self.end, False, offsets))
 
     def located(self, values: Values, records: Array) -> tuple[Array, object]:
-        """The address of each value, int64 [n], while its trajectory may be read, of a table without a disk tier.
+        """The address of each value, int64 [n], while its trajectory may be read.
 
         Returns:
-            Addresses; and what holds copies of values that lie in parts.
+            Addresses; and what holds copies of values that lie in parts, or with a disk tier of all.
 
         Raises:
-            CorruptTableError: a record names no memory of the table.
+            CorruptTableError: a record names no memory of the table. LostRowsError, MovedRowsError: of values on disk.
         """
+        if self._tier is not None:
+            count = rows_of(records)
+            memory: Array = np.empty(int(count.sum()) * values.row_bytes, dtype=np.uint8)
+            self.check(self.copy(values, records, 0, int(count.sum()), memory))
+            return memory.ctypes.data + (np.cumsum(count) - count) * values.row_bytes, memory
         self.check(self.count_invalid(values, records))
         addresses, split = self.address + records[:, 0], np.flatnonzero(records[:, 1] < 0)
         rows = -records[split, 1]

@@ -300,6 +300,12 @@ class Window:
             With `fps` in seconds, as LeRobot's ``delta_timestamps``: ``Window(at=[-0.2, 0.0], fps=10)`` has the steps
             -2 and 0.
         fps: steps a second of `at`, whose numbers have to be multiples of ``1 / fps``, up to 0.1 ms.
+        timestamps: a column of the steps' times, ascending, for steps that are not equally spaced: `at` is in seconds,
+            or in the column's unit, from the time of the anchor, and each is the step whose time is nearest (of two,
+            the earlier one). ``Window(at=[-0.1, 0.0], timestamps="timestamp")``. If no step is within `tolerance`, it
+            is padding: zeros, or with ``pad="edge"`` the nearest step, and False in the mask.
+        tolerance: greatest distance from a time of `at`, in the unit of `timestamps`; by default 1e-4, as LeRobot's
+            ``tolerance_s``.
 
     Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
     anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .`` and ``pad="edge"`` into
@@ -308,7 +314,9 @@ class Window:
     Raises:
         SchemaError: a length below 1, a length or offset that is not an integer, another pad, or `squeeze` with a
             length above 1; a dtype that columns do not have, or a scale that is no finite number; `every` below 1, or
-            with `at`; seconds without `fps`, or between its steps; `every` or `at` with `pad` ``"head"`` or ``"tail"``.
+            with `at`; seconds without `fps` or `timestamps`, or between the steps of `fps`; `every` or `at` with `pad`
+            ``"head"`` or ``"tail"``; `timestamps` without `at`, or with `fps` or `offset`; a negative `tolerance`, or
+            one without `timestamps`.
     """
 
     length: int = 0
@@ -321,9 +329,13 @@ class Window:
     every: int = dataclasses.field(default=1, kw_only=True)
     at: Sequence[float] | None = dataclasses.field(default=None, kw_only=True)
     fps: float | None = dataclasses.field(default=None, kw_only=True)
+    timestamps: str | None = dataclasses.field(default=None, kw_only=True)
+    tolerance: float | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.at is not None or self.fps is not None:
+        if self.timestamps is not None or self.tolerance is not None:
+            self._take_times()
+        elif self.at is not None or self.fps is not None:
             self._take_steps()
         object.__setattr__(self, "every", at_least("Window every", self.every))
         object.__setattr__(self, "length", at_least("Window length", self.length))
@@ -334,7 +346,7 @@ class Window:
             raise SchemaError(f"{self} is out of range; length and offset must be below 2**31 steps.")
         if (self.every > 1 or self.at is not None) and (
             self.length > _MOST_CHOSEN
-            or max(map(abs, self.reach)) >= 2**31
+            or (self.timestamps is None and max(map(abs, self.reach)) >= 2**31)
             or self.pad not in ("keep", "edge")
         ):
             raise SchemaError(
@@ -383,12 +395,41 @@ class Window:
         for name, value in (("at", tuple(steps)), ("fps", None), ("length", len(steps))):
             object.__setattr__(self, name, value)
 
+    def _take_times(self) -> None:
+        """Let `at` be times, and `length` their number."""
+        given, name = self.at, self.timestamps
+        tolerance = _TOLERANCE if self.tolerance is None else self.tolerance
+        if not isinstance(name, str) or not (finite(tolerance) and tolerance >= 0):
+            raise SchemaError(
+                f"Window timestamps is {shown(name)} and tolerance {shown(self.tolerance)}; expected the name of a "
+                "column, and a number of at least 0 in its unit."
+            )
+        if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, np.ndarray)) or not len(given):
+            raise SchemaError(
+                f"Window at is {shown(given)}, with timestamps={name!r}; expected a sequence of times from that of "
+                "the anchor, such as [-0.1, 0.0]."
+            )
+        for each in given:
+            if not finite(each):
+                raise SchemaError(f"Window at has {shown(each)}; expected finite numbers.")
+        if self.fps is not None or self.every != 1 or self.offset or self.length not in (0, len(given)):
+            raise SchemaError(
+                f"Window timestamps is {name!r}, with fps={shown(self.fps)}, every={shown(self.every)}, "
+                f"offset={shown(self.offset)} and length={shown(self.length)}; expected `at` without them."
+            )
+        times = tuple(float(each) for each in given)
+        for field, value in (("at", times), ("length", len(times)), ("tolerance", float(tolerance))):
+            object.__setattr__(self, field, value)
+
     @property
     def chosen(self) -> tuple[int, ...] | None:
         """The steps relative to the anchor, of which `every` or `at` leaves some out, or has others in their order.
 
-        None of consecutive ones: their window is the one of this length at `reach`.
+        None of consecutive ones: their window is the one of this length at `reach`. None of times, whose steps differ
+        from row to row.
         """
+        if self.timestamps is not None:
+            return None
         if self.at is None:
             steps = range(self.offset, self.offset + self.length * self.every, self.every)
             return tuple(steps) if self.length > 1 and self.every > 1 else None
@@ -416,6 +457,8 @@ class Window:
             "scale": self.scale,
             "every": None if self.every == 1 else self.every,
             "at": self.at,
+            "timestamps": self.timestamps,
+            "tolerance": self.tolerance,
         }
         fields += [f"{name}={value!r}" for name, value in given.items() if value is not None]
         return f"Window({', '.join(fields)})"
@@ -538,6 +581,12 @@ class Schema(Mapping[str, Column]):
     def ragged(self) -> dict[str, Values]:
         """The ragged columns, and what their values are."""
         return {name: column.ragged for name, column in self._columns.items() if column.ragged is not None}
+
+    @functools.cached_property
+    def videos(self) -> frozenset[str]:
+        """The columns of video."""
+        coded = {name: values.coded for name, values in self.ragged.items() if values.coded is not None}
+        return frozenset(name for name, each in coded.items() if each.codec.name == "video")
 
     @functools.cached_property
     def objects(self) -> frozenset[str]:

@@ -59,6 +59,10 @@ class SelectedRows:
         names = (part.take(places) for part in self.names)
         return SelectedRows(*names, *(None if part is None else part.take(places, -1) for part in self._more))
 
+    def moved(self, which: Array, anchors: Array) -> SelectedRows:
+        """Some rows, int64 [m], with other anchors, int64 [m], and nothing but what identifies them."""
+        return SelectedRows(self.slots[which], np.ascontiguousarray(anchors), self.generations[which])
+
     def joined(self, others: SelectedRows) -> SelectedRows:
         """These rows, then `others`, which have the same parts."""
         names = (np.concatenate(pair) for pair in zip(self.names, others.names, strict=True))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from gear_loader.collection.windows import expand, has_whole
+from gear_loader.collection.windows import has_whole, reads
 from gear_loader.dataset import ReplayDataset
 from gear_loader.dataset.options import Prefetch, Ranks
 from gear_loader.dataset.origin import Origin
@@ -179,12 +179,11 @@ class Learner:
     def _check_size(self, dataset: ReplayDataset, batch_size: Any) -> None:
         """Refuse batches that would take more memory than one learner may have."""
         schema = self._table.schema
-        windows = expand(schema, dataset.windows)[0]
         steps = batch_size.max_steps if isinstance(batch_size, Steps) else 0
         average = -(-self._table.num_steps // max(1, len(self._table)))
         size = 0
-        for name, window in windows.items():
-            column = schema[window.column or name]
+        for source, window in reads(schema, dataset.windows):
+            column = schema[source]
             length = 1 if column.trajectory else average if has_whole(dataset.windows) else window.length
             rows = steps if steps and not column.trajectory else dataset.batch_size * length
             size += rows * column.step_bytes

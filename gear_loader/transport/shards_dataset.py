@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.windows import has_whole, ragged_of
+from gear_loader.collection.windows import has_whole, steps_only
 from gear_loader.dataset import ReplayDataset
 from gear_loader.dataset.mixture import joined
 from gear_loader.dataset.options import Ranks
@@ -46,10 +46,10 @@ class ShardsOrigin(RemoteOrigin):
     def check(self, **options: Any) -> None:
         sampler, layout, steps = (options[name] for name in ("sampler", "layout", "steps"))
         drawn = isinstance(sampler, (Uniform, Prioritized)) and sampler.replacement
-        if not drawn or sampler.freshness < 1 or steps is not None or layout not in ("padded", "packed"):
+        if not drawn or sampler.freshness < 1 or steps is not None or layout == "jagged":
             raise SchemaError(
                 f"{sampler!r}, layout={layout!r} and batch_size={steps or 'rows'} were given with several shards; "
-                "expected Uniform or Prioritized with replacement and without freshness, layout='padded' or 'packed', "
+                "expected Uniform or Prioritized with replacement and without freshness, a layout but 'jagged', "
                 "and a batch_size in rows. For passes over all trajectories let each rank own one shard: "
                 "gear_loader.distributed.Shards; or make a dataset of each of `tables`."
             )
@@ -70,10 +70,8 @@ class ShardsDataset(RemoteDataset):
 
     def learn(self) -> None:
         """Make a dataset of each table."""
-        if self.groups is not None or list(ragged_of(self.table.schema, self.windows)):
-            raise SchemaError(
-                "groups, or windows of ragged columns, were given with several shards; expected neither."
-            )
+        if self.groups is not None:
+            raise SchemaError("groups were given with several shards, of which each has some; expected none.")
         if has_whole(self.windows) and self.layout == "padded":
             raise SchemaError(
                 "Whole trajectories were asked for from several shards; expected layout='packed' with them."
@@ -166,7 +164,7 @@ class ShardsDataset(RemoteDataset):
             self._weigh(parts, shares[chosen], leasts / masses.sum(), number)
         for shard, part in zip(chosen, parts, strict=True):
             part["shard"] = torch.full((len(part["index"]),), shard, dtype=torch.int64, device="cpu")
-        return joined(parts)
+        return joined(parts, list(steps_only(self.table.schema, self.windows)))
 
     def _masses(self) -> tuple[Array, Array]:
         """Mass and smallest leaf of each shard, float64 [S] each, as soon as there is something to draw.

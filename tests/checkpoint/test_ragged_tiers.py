@@ -18,6 +18,7 @@ from tier_common import NEVER, spill, tiered
 
 import gear_loader as gear
 from gear_loader.checkpoint import saving, spilling
+from gear_loader.distributed import Shards
 from gear_loader.errors import CheckpointError, LockTimeoutError, TableFullError
 from gear_loader.storage.disk_records import on_disk, parts_of, rows_of
 
@@ -120,6 +121,21 @@ def test_any_history_of_moves_between_memory_and_disk(tmp_path: Path, seed: int)
     with gear.Table.recover(tmp_path / "disk", payload="1MiB", max_blocks=400) as table:
         assert table._engine.num_spilled == 0
         assert numbers_of(table)[-40:] == list(range(number, number + 40))
+
+
+def test_shards_of_one_node_read_values_on_disk(tmp_path: Path) -> None:
+    with make(tmp_path / "one") as one, make(tmp_path / "other") as other, Shards([one, other]) as shards:
+        for shard, table in enumerate((one, other)):
+            for number in range(40 * shard, 40 * shard + 12):
+                add(table, number)
+            table.save(tmp_path / ("other" if shard else "one"))
+            spill(table, table.indices()[shard::2])
+            assert table._engine.num_spilled > 3
+        for turn in range(4):
+            for dataset, check in datasets(shards):  # type: ignore[arg-type]
+                check(dataset.sample())
+            for table in (one, other):
+                add(table, 100 + turn)
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -7,24 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tree_common import COLUMNS, check_groups, expanded, grouped, rows
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
-
-COLUMNS = {
-    "token": gear.Column(torch.int64),
-    "hidden": gear.Column(torch.float32, (40,)),
-    "reward": gear.Column(torch.float32, per="trajectory"),
-}
-
-
-def rows(number: int, length: int) -> dict[str, Any]:
-    tokens = torch.arange(length) + 10_000 * number
-    return {
-        "token": tokens,
-        "hidden": tokens[:, None] + torch.rand(40),
-        "reward": torch.tensor(float(number)),
-    }
 
 
 def table_of(**options: Any) -> gear.Table:
@@ -43,20 +29,6 @@ def fill(table: gear.Table, groups: int, size: int, random: np.random.Generator)
         if group % 3 == 2:
             table.remove(first)
         table.add(rows(200 + group, 5))
-
-
-def expanded(batch: gear.Batch, name: str) -> torch.Tensor:
-    """A column of steps as it is packed: what a row begins with, then its own steps."""
-    ends, values = batch["cu_seqlens"].tolist(), batch[name]
-    parts = []
-    for row, (parent, steps) in enumerate(
-        zip(batch["parent"].tolist(), batch["prefix_steps"].tolist(), strict=True)
-    ):
-        if parent >= 0:
-            assert ends[parent + 1] - ends[parent] == steps > 0
-            parts.append(values[ends[parent] : ends[parent + 1]])
-        parts.append(values[ends[row] : ends[row + 1]])
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +78,52 @@ def test_every_prefix_of_a_group_lies_once() -> None:
         assert len(batch["token"]) == 3 * (24_000 + 16 * 2_000)
         assert 7 * len(batch["token"]) < table.num_steps
         assert batch["parent"].tolist() == [48 + row // 16 for row in range(48)]
+
+
+@pytest.mark.long
+def test_large_images_of_a_group_lie_once() -> None:
+    images = torch.randint(0, 256, (2, 1_344, 1_344, 3), dtype=torch.uint8)
+    columns = {
+        "token": gear.Column(torch.int64),
+        "images": gear.Column(images.dtype, (None, *images.shape[1:]), per="group"),
+    }
+    memory = gear.Memory(payload="48MiB", prefixes=True)
+    with gear.Table.create(columns, max_steps=1_000, max_trajectories=16, memory=memory) as table:
+        for _ in range(2):
+            first = table.add({"token": torch.arange(20), "images": images})
+            table.extend([{"token": torch.arange(10)}] * 7, prefix=first, prefix_steps=10)
+        expanded = 16 * images.nbytes
+        assert expanded > 7 * table.stats().value_resident_bytes
+        options: dict[str, Any] = {
+            "windows": gear.Whole(),
+            "batch_size": 16,
+            "device": "cpu",
+            "sampler": gear.Fifo(),
+        }
+        batch = gear.ReplayDataset(table, layout="tree", **options).sample()
+        assert expanded > 7 * batch["images"].values.nbytes
+        whole = gear.ReplayDataset(table, layout="packed", **options).sample()["images"].tolist()
+        once = batch["images"].tolist()
+        assert all(once[group].equal(one) for group, one in zip(batch["group"].tolist(), whole, strict=True))
+
+
+def test_over_shards_prefixes_and_values_per_group_come_once_too() -> None:
+    with gear.distributed.Shards([grouped(0), grouped(4)]) as shards:
+        windows = {"token": gear.Whole(), "hidden": gear.Whole(), "images": None}
+        for size in ({"batch_size": 24}, {"batch_size": gear.Steps(200, lookahead=2)}):
+            options: dict[str, Any] = {"windows": windows, "device": "cpu", "seed": 3, **size}
+            tree = gear.ReplayDataset(shards, layout="tree", **options)
+            packed = gear.ReplayDataset(shards, layout="packed", **options)
+            fewer = 0
+            for one, other in zip(iter(tree), iter(packed), strict=True):
+                for name in ("token", "hidden", "position"):
+                    assert torch.equal(expanded(one, name), other[name]), name
+                assert all(
+                    one[name].equal(other[name]) for name in ("index", "anchor", "generation", "shard")
+                )
+                check_groups(one, len(other["index"]))
+                fewer += len(other["token"]) - len(one["token"])
+            assert fewer > 0
 
 
 def test_what_is_refused() -> None:

@@ -106,7 +106,9 @@ def check(batch: dict[str, Any]) -> dict[str, Any]:
     steps, kept = batch["step"].reshape(-1).tolist(), {"step": batch["step"].numpy().copy()}
     packed = "cu_seqlens" in batch
     rows = batch["step"][batch["cu_seqlens"][:-1].long()] if packed else batch["step"].amax(dim=1)
-    mask = torch.ones(len(steps), dtype=torch.bool) if packed else batch["mask"].reshape(-1)
+    mask = batch.get("mask")
+    mask = mask["step"] if isinstance(mask, dict) else mask
+    mask = torch.ones(len(steps), dtype=torch.bool) if packed else mask.reshape(-1)
     for name in RAGGED:
         found = listed(batch, name)
         once = SCHEMA[name].trajectory
@@ -128,6 +130,11 @@ CASES: dict[str, dict[str, Any]] = {
         "layout": "packed",
     },
     "padded": {"windows": gear.Window(4, -2)},
+    "timed": {
+        "windows": dict.fromkeys(SCHEMA, gear.Window(at=[-2, 0, 1, 30], timestamps="step", tolerance=0))
+        | {name: None for name in SCHEMA if SCHEMA[name].trajectory},
+        "sampler": gear.Uniform(unit="step"),
+    },
     "weighted": {"windows": gear.Window(3, -2, every=2), "sampler": gear.Prioritized(unit="step")},
 }
 
@@ -192,7 +199,7 @@ def storm(shards: Shards, rank: int, world: int) -> int:
     writer.start()
     gone = 0
     try:
-        for name in ("padded", "packed"):
+        for name in ("padded", "packed", "timed"):
             options = {"device": "cpu", "batch_size": 24, "batches_per_epoch": 30, **CASES[name]}
             data = gear.ReplayDataset(shards, **options)
             for number, batch in enumerate(data):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tree_common import check_groups, expanded, grouped
 
 import gear_loader as gear
 from gear_loader.errors import CheckpointError, SchemaError, TableClosedError
@@ -174,3 +175,24 @@ def test_an_error_of_one_table_leaves_none_open(monkeypatch: pytest.MonkeyPatch)
     for table in tables:
         with pytest.raises(TableClosedError):
             table.add(trajectory(0))
+
+
+def test_values_of_any_length_and_trees_are_joined() -> None:
+    tables = [grouped(0), grouped(4)]
+    mine = RemoteShards(tables)
+    windows = {"token": gear.Whole(), "hidden": gear.Whole(), "images": None}
+    for layout in ("packed", "tree"):
+        batch = dataset(mine, gear.Uniform(), layout=layout, windows=windows, batch_size=40).sample()
+        rows = zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
+        whole = [tables[shard][index] for shard, index in rows]
+        for name in ("token", "hidden"):
+            found = expanded(batch, name) if layout == "tree" else batch[name]
+            assert found.equal(torch.cat([row[name] for row in whole]))
+        if layout == "tree":
+            check_groups(batch, 40)
+            assert len(batch["token"]) < sum(len(row["token"]) for row in whole)
+        else:
+            images = batch["images"].tolist()
+            assert all(image.equal(row["images"]) for image, row in zip(images, whole, strict=True))
+    padded = dataset(mine, gear.Uniform(), windows={"token": gear.Window(2), "images": None}).sample(30)
+    assert len(padded["images"]) == len(padded["token"]) == 30
