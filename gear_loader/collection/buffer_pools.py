@@ -25,7 +25,7 @@ class BufferPools:
     """
 
     def __init__(self) -> None:
-        self.pools: dict[tuple[int, bool], Pool] = {}
+        self.pools: dict[tuple[int, Any], Pool] = {}
         self.active: Prefetcher | None = None
         self.sampler: tuple[int, Prefetcher] | None = None
         self.turn = threading.RLock()
@@ -39,14 +39,14 @@ class BufferPools:
         return [pool.collector for pool in self.pools.values()]
 
     def prefetcher(
-        self, size: int, make: Callable[[int], Collector], *, shared: bool = False, **options: Any
+        self, size: int, make: Callable[[int], Collector], *, shared: Any = False, **options: Any
     ) -> Prefetcher:
         """A prefetcher of batches of `size` rows; makes the pool if necessary.
 
         Args:
             size: rows of a batch.
             make: makes a collector from the number of rows.
-            shared: whether batches are sent to another process.
+            shared: whether batches are sent to another process; see `TensorMemory`.
             options: options of `Prefetcher`.
         """
         pool = self.pools.get((size, shared))
@@ -101,7 +101,7 @@ class BufferPools:
             if self.sampler is not None:
                 self.sampler[1].close()
                 if self.sampler[0] != usual:
-                    del self.pools[self.sampler[0], False]
+                    del self.pools[self.sampler[0], options.get("shared", False)]
             self.sampler = (size, self.prefetcher(size, make, prefetch=0, **options))
         prefetcher = self.sampler[1]
         self.finish_closed()

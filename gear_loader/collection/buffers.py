@@ -36,13 +36,14 @@ class TensorMemory:
 
     Attributes:
         device: of the tensors.
-        shared: whether they lie in shared memory, so that they are sent to another process without a copy.
+        shared: whether they lie in shared memory, so that they are sent to another process without a copy; or what
+            allocates them there, of a shape and a dtype.
         pinned: whether they lie in pinned memory, from which a GPU gets copies.
         arena: of small tensors that share allocations; None for one each.
     """
 
     device: torch.device
-    shared: bool = False
+    shared: Any = False
     pinned: bool = False
     arena: Arena | None = None
 
@@ -50,6 +51,9 @@ class TensorMemory:
         """An uninitialised tensor."""
         if self.arena is not None and (small := self.arena.empty(shape, dtype)) is not None:
             return small
+        if self.shared and self.shared is not True:
+            made: torch.Tensor = self.shared.empty(shape, dtype)
+            return made
         tensor = torch.empty(shape, dtype=dtype, device=self.device, pin_memory=self.pinned)
         return tensor.share_memory_() if self.shared else tensor
 

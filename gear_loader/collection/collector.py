@@ -125,7 +125,7 @@ class _Staged(RowMover):
         self._arrays = {name: each for name, each in self.layout.ragged.items() if name not in host.ragged}
         self.zero_copy = values is not None
 
-    def buffers(self, *, shared: bool = False) -> Buffers:
+    def buffers(self, *, shared: Any = False) -> Buffers:
         made: Buffers
         memory = TensorMemory(self._device)
         gpu = GpuSide(staging=self._host.buffers())
@@ -231,7 +231,7 @@ class Collector:
             if region.pin(self.device):
                 self.mover = self._cuda()
 
-    def buffers(self, *, shared: bool = False) -> Any:
+    def buffers(self, *, shared: Any = False) -> Any:
         """New tensors for one batch.
 
         Args:

@@ -43,7 +43,7 @@ class RowMover:
     ragged: Mapping[str, Values] = {}
     staging: Staging
 
-    def buffers(self, *, shared: bool = False) -> Any:
+    def buffers(self, *, shared: Any = False) -> Any:
         """New buffers for one batch; `shared`: in shared memory."""
         raise NotImplementedError
 

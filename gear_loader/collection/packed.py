@@ -218,7 +218,7 @@ class PackedBuffers(Buffers):
     ) -> None:
         self.layout, self.memory, self.mover, self.gpu, self.batch = layout, memory, mover, gpu, Batch()
         self._given, self._converts = given or {}, converts
-        self._exact = memory.shared or given is not None
+        self._exact = memory.shared is True or given is not None
         self.num_rows = self.num_steps = -1  # capacity
         self.list_bytes = self.lists_at = self.version = 0
         self.total, self.longest, self.segments = 0, 0, 0
@@ -382,7 +382,7 @@ class PackedHost(HostMover):
 
     layout: PackedLayout
 
-    def buffers(self, *, shared: bool = False) -> PackedBuffers:
+    def buffers(self, *, shared: Any = False) -> PackedBuffers:
         """Buffers for one batch, which get their memory at their first gather."""
         return PackedBuffers(self.layout, TensorMemory(torch.device("cpu"), shared, self.pinned), self)
 

@@ -311,7 +311,7 @@ class PackedCuda(CudaMover):
         self._steps, self._once = layout.columns_read
         self._tables: dict[Table, tuple[int, int, bool]] = {}
 
-    def buffers(self, *, shared: bool = False) -> PackedDeviceBuffers:
+    def buffers(self, *, shared: Any = False) -> PackedDeviceBuffers:
         """Buffers for one batch, which get their memory at their first gather."""
         return PackedDeviceBuffers(self.layout, TensorMemory(self._device), self)
 

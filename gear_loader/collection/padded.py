@@ -452,8 +452,8 @@ class PaddedHost(HostMover):
         super().__init__(layout, **options)
         self._tables: dict[int, TierRows] = {}
 
-    def buffers(self, *, shared: bool = False) -> PaddedBuffers:
-        arena = None if shared or self.pinned else Arena()
+    def buffers(self, *, shared: Any = False) -> PaddedBuffers:
+        arena = None if shared is True or self.pinned else Arena()
         memory = TensorMemory(torch.device("cpu"), shared, self.pinned, arena)
         made = self.kind(self.layout, memory, self)
         made.allocate_values(memory)

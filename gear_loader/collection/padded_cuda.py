@@ -184,7 +184,7 @@ class PaddedCuda(CudaMover):
         with outside_inference():
             self._numbers = torch.arange(layout.batch_size, device="cpu").to(self._device)
 
-    def buffers(self, *, shared: bool = False) -> PaddedBuffers:
+    def buffers(self, *, shared: Any = False) -> PaddedBuffers:
         made = PaddedDeviceBuffers(
             self.layout, TensorMemory(self._device), self, self._blocks, splits=self._splits
         )

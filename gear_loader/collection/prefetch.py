@@ -68,7 +68,7 @@ class Pool:
         releaser: releases read tickets, if the GPU reads the region, or will when it is pinned.
     """
 
-    def __init__(self, collector: Collector, *, shared: bool = False) -> None:
+    def __init__(self, collector: Collector, *, shared: Any = False) -> None:
         self.collector = collector
         self.shared = shared
         self.free: list[Buffers] = []
@@ -526,7 +526,8 @@ class Prefetcher:
                 buffers.gpu.released.record(current_stream(self.collector.device))
             free.append(buffers)
         if held:  # the memory of the oldest is freed when nothing refers to it any longer
-            delivered.extendleft(reversed(held[-_MOST_HELD:]))
+            most = getattr(self._pool.shared, "most_held", _MOST_HELD)
+            delivered.extendleft(reversed(held[-most:]))
 
     # ---------------------------------------------------------------- tickets and closing
 

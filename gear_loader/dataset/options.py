@@ -31,6 +31,9 @@ class Prefetch:
         keep: batches after which memory is reused; at least 1. See the validity of a batch in `ReplayDataset`.
         copy: whether each batch gets new memory: None only if references to earlier ones require it; True always, which
             costs a copy within GPU memory, or on the CPU an allocation per batch; False never.
+        max_bytes: most bytes of the batches that a server (`gear_loader.connect`) sends ahead: fewer than `batches` are
+            asked for if they would take more, each as much as the server expects, or as the largest so far; none ahead
+            if one takes more. Of tables of this machine it means nothing.
 
     Raises:
         SchemaError: an invalid value.
@@ -39,9 +42,11 @@ class Prefetch:
     batches: int = 2
     keep: int = 2
     copy: bool | None = None
+    max_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         at_least("prefetch", self.batches, least=0)
+        at_least("max_bytes", self.max_bytes)
         at_least("keep", self.keep)
         if self.copy is not None and not isinstance(self.copy, bool):
             raise SchemaError(

@@ -189,6 +189,10 @@ class ReplayDataset(IterableDataset[Batch]):
         SchemaError: options that are invalid for this table.
     """
 
+    _memory: Any = (
+        False  # what allocates batches in memory that another process maps; see `TensorMemory.shared`
+    )
+
     def __init__(
         self,
         table: Table | HasOrigin,
@@ -263,6 +267,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.stream_priority, self.decode = int(gpu.stream_priority), bool(gpu.decode)
         ahead = prefetch if isinstance(prefetch, Prefetch) else Prefetch(prefetch)
         self.prefetch, self.keep, self.copy = int(ahead.batches), int(ahead.keep), ahead.copy
+        self._max_ahead = int(ahead.max_bytes)
         self.layout: Literal["padded", "packed", "jagged", "tree"] = layout
         check_ragged(table, self)
         self._packs = whole or layout != "padded"  # rows are gathered one after another
@@ -455,7 +460,6 @@ class ReplayDataset(IterableDataset[Batch]):
             self.batch_size,
             self._collector,
             prefetch=prefetch,
-            shared=in_worker,
             consumer=consumer,
             **self._buffering(in_worker),
         )
@@ -1139,7 +1143,8 @@ class ReplayDataset(IterableDataset[Batch]):
     def _buffering(self, in_worker: bool) -> dict[str, Any]:
         """Options of `Prefetcher`, from those of the dataset."""
         complete = self.sampler.by_priority or self._is_global
-        return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
+        shared = in_worker or self._memory
+        return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete, "shared": shared}
 
     def _collector(self, size: int) -> Collector:
         with beside_captures(self.device):

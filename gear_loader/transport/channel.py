@@ -90,10 +90,12 @@ class Channel(abc.ABC):
         library: the transport library with its version, such as "socket", "ucxx-0.52.0" or "ucx-py-0.45.0"; compared
             in the handshake.
         peer: address of the other side for log lines, such as "127.0.0.1:40322", or "".
+        is_local: whether both sides have one address, so that they are probably on one machine.
     """
 
     library: str
     peer: str = ""
+    is_local: bool = False
 
     @abc.abstractmethod
     async def send(self, *parts: Bytes) -> None:

@@ -6,7 +6,7 @@ import collections
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gear_loader.collection.windows import has_whole, reads
@@ -19,6 +19,7 @@ from gear_loader.selection.step_budget import Steps
 from gear_loader.storage.table import Table
 from gear_loader.transport.access import refusal
 from gear_loader.transport.learner_options import options_from_json
+from gear_loader.transport.mapped_batches import MappedMemory
 from gear_loader.transport.message_schema import kind_of, shown
 from gear_loader.transport.trees import TreeWriter, read_tree
 from gear_loader.transport.wire import Kind, ProtocolError, pack_error
@@ -33,22 +34,27 @@ _PAUSE = 0.02  # most seconds between two attempts
 
 
 class LearnerCall(NamedTuple):
-    """A call of a learner: its number, from 1 on; what it calls, and with what."""
+    """A call of a learner: its number, from 1 on; whether it maps files; what it calls, and with what."""
 
     number: int
+    maps: bool
     name: str
     options: dict[str, Any]
     values: Any
 
 
 class LearnerAnswer(NamedTuple):
-    """An answer: the number of its call, its kind, its small part, and its bulk part in pieces."""
+    """An answer: the number of its call, its kind, its small part, and its bulk part in pieces.
+
+    mapped: bytes of the tensors that the learner maps.
+    """
 
     number: int
     kind: Kind
     small: bytes
     parts: list[Any]
     size: int
+    mapped: int = 0
 
 
 class _Served:
@@ -111,7 +117,8 @@ class Learner:
     Args:
         table: to draw from. epochs: of the server.
         options: of its dataset, as JSON; None for a learner that chooses rows itself.
-        allow: as for `Server`. most_bytes: of a batch. wait: seconds that a draw waits for trajectories.
+        allow: as for `Server`. most_bytes: of what is kept for it. wait: seconds that a draw waits for trajectories.
+        files: memory of batches that it may map, or None.
 
     Attributes:
         executed: number of the last executed call.
@@ -123,7 +130,15 @@ class Learner:
     """
 
     def __init__(
-        self, table: Table, options: Any, epochs: SharedEpochs, *, allow: str, most_bytes: int, wait: float
+        self,
+        table: Table,
+        options: Any,
+        epochs: SharedEpochs,
+        *,
+        allow: str,
+        most_bytes: int,
+        wait: float,
+        files: MappedMemory | None = None,
     ) -> None:
         self._table, self._epochs = table, epochs
         self._allow = allow
@@ -135,6 +150,9 @@ class Learner:
             None  # epoch, step and batches of iterations before, of the next batch
         )
         self._answers: collections.deque[LearnerAnswer] = collections.deque()
+        self._files = files
+        # What the learner maps, by the number of its answer, and its bytes: the memory of batches is not used again.
+        self._lent: dict[int, tuple[Any, int]] = {}
         self.executed = 0
         self.owner: object | None = None
         self.left_at = time.monotonic()
@@ -171,13 +189,14 @@ class Learner:
         if missing:
             raise TransportError(f"The options of a dataset lack {sorted(missing)}.")
         dataset = ReplayDataset(source, device="cpu", prefetch=Prefetch(0, keep=keep), **options)
-        self._check_size(dataset, options["batch_size"])
+        self._size = self._check_size(dataset, options["batch_size"])
         dataset._selected()  # which remembers as many draws
         dataset.keep = 1  # answers that have not arrived refer to their memory
+        dataset._memory = self._files or False
         return dataset
 
-    def _check_size(self, dataset: ReplayDataset, batch_size: Any) -> None:
-        """Refuse batches that would take more memory than one learner may have."""
+    def _check_size(self, dataset: ReplayDataset, batch_size: Any) -> int:
+        """About how many bytes a batch takes; refuse those that would take more than one learner may have."""
         schema = self._table.schema
         steps = batch_size.max_steps if isinstance(batch_size, Steps) else 0
         average = -(-self._table.num_steps // max(1, len(self._table)))
@@ -192,10 +211,11 @@ class Learner:
                 f"Batches of about {size:,} bytes were asked for; this server sends at most {self._most_bytes:,} at a "
                 "time. Ask for fewer rows."
             )
+        return size
 
     def described(self) -> dict[str, Any]:
         """What the learner is told of its dataset."""
-        return {} if self._dataset is None else {"config": self._dataset._config()}
+        return {} if self._dataset is None else {"config": self._dataset._config(), "bytes": self._size}
 
     # ---------------------------------------------------------------- calls
 
@@ -204,7 +224,7 @@ class Learner:
         self.executed = first - 1
 
     @staticmethod
-    def read(number: int, text: bytes, data: Array) -> LearnerCall:
+    def read(number: int, maps: bool, text: bytes, data: Array) -> LearnerCall:
         """The call of a message from an untrusted source.
 
         Raises:
@@ -220,7 +240,7 @@ class Learner:
             raise ProtocolError(
                 f"A call of a learner is {shown(str(text[:100]))}; expected a name, options and a tree."
             )
-        return LearnerCall(number, name, options, read_tree(tree, data))
+        return LearnerCall(number, maps, name, options, read_tree(tree, data))
 
     def execute(
         self, owner: object, call: LearnerCall, is_gone: Callable[[], bool] = bool
@@ -247,21 +267,24 @@ class Learner:
                 self._answers.append(answer)
             return answer
 
-    def forget(self, received: int) -> None:
-        """Forget the answers that have arrived."""
+    def forget(self, received: int, ended: Sequence[int] = ()) -> None:
+        """Forget the answers that have arrived, and what they lent if the learner has `ended` with it."""
         with self._turn:
             while self._answers and self._answers[0].number <= received:
                 self._answers.popleft()
+            for number in ended:
+                self._lent.pop(number, None)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the answers that have not arrived."""
-        return sum(each.size for each in self._answers)
+        """Bytes of the answers that have not arrived, and of what the learner maps."""
+        return sum(each.size for each in self._answers) + sum(size for _, size in self._lent.values())
 
     @property
-    def largest(self) -> int:
-        """Bytes of the largest of them."""
-        return max((each.size for each in self._answers), default=0)
+    def is_full(self) -> bool:
+        """Whether the learner has to receive an answer before there is memory for another one."""
+        largest = max((each.size + each.mapped for each in self._answers), default=0)
+        return bool(self._answers) and self.kept_bytes + largest > self._most_bytes
 
     def _answered(self, call: LearnerCall, is_gone: Callable[[], bool]) -> LearnerAnswer | None:
         owner = self.owner
@@ -271,8 +294,11 @@ class Learner:
                 raise TransportError(
                     f"A server was asked for {shown(call.name)}; expected one of {sorted(_CALLS)}."
                 )
+            # At most half of the memory: what a learner keeps must not end its draws.
+            lends = call.maps and sum(size for _, size in self._lent.values()) < self._most_bytes // 2
             with interruptible(lambda: self.owner is not owner or is_gone()):
-                tree = self._trees.pack(work(self, call.options, call.values))
+                found = work(self, call.options, call.values)
+            tree = self._trees.pack(found, self._files if lends else None)
             if tree.size > self._most_bytes:
                 raise TransportError(
                     f"An answer of {tree.size:,} bytes was asked for; this server sends at most "
@@ -286,7 +312,9 @@ class Learner:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             wrong = TransportError(f"A call {shown(call.name)} is invalid ({type(error).__name__}: {error}).")
             return LearnerAnswer(call.number, Kind.ERROR, pack_error(wrong), [], 0)
-        return LearnerAnswer(call.number, Kind.ANSWER, tree.text, tree.parts, tree.size)
+        if tree.mapped:
+            self._lent[call.number] = found, tree.mapped
+        return LearnerAnswer(call.number, Kind.ANSWER, tree.text, tree.parts, tree.size, tree.mapped)
 
     def _own(self) -> ReplayDataset:
         if self._dataset is None:
@@ -405,6 +433,7 @@ class Learner:
             if self._dataset is not None:
                 self._dataset.close()
             self._answers.clear()
+            self._lent.clear()
             self._batches = self._dataset = None
 
 

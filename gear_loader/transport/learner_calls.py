@@ -9,7 +9,7 @@ import json
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,17 @@ if TYPE_CHECKING:
 MOST_CALLS = 64
 """Most calls of a learner without an answer."""
 _IDLE = 1.0  # seconds of a call of the socket, after which the thread looks whether it is still needed
-_CALL = struct.Struct("<QQ")
+_CALL = struct.Struct("<QQII")
 _NOTHING: Array = np.empty(0, dtype=np.uint8)
+
+
+class _Received(NamedTuple):
+    """A call as it was received: its number, whether the learner maps files, its JSON, and the tensors' bytes."""
+
+    number: int
+    maps: bool
+    text: bytes
+    data: Array
 
 
 class LearnerCalls:
@@ -45,6 +54,7 @@ class LearnerCalls:
         self._loop = asyncio.get_running_loop()
         self._learner: Learner | None = None
         self._received = 0
+        self._released: list[int] = []  # numbers of answers to whose files the learner refers no more
         self._ended = False
         self._pipe: Pipe | None = None
         limits = resources.limits
@@ -52,7 +62,7 @@ class LearnerCalls:
             Kind.CALL: (messages.CALL.most(limits), limits.store_bytes),
             Kind.BYE: (0, 0),
         }
-        self._read: collections.deque[tuple[int, bytes, Array]] = collections.deque()  # calls that wait
+        self._read: collections.deque[_Received] = collections.deque()  # calls that wait
 
     async def open(self, small: Array) -> Reply:
         """Answer LEARN.
@@ -71,6 +81,8 @@ class LearnerCalls:
             except (ValueError, RecursionError) as error:
                 raise ProtocolError(f"The options of a message LEARN are no JSON ({error}).") from None
 
+            files = resources.files if self._channel.is_local else None
+
             def make() -> Learner:
                 made: Learner = provided("Learner")(
                     table,
@@ -79,13 +91,14 @@ class LearnerCalls:
                     allow=resources.allow,
                     most_bytes=limits.learner_bytes,
                     wait=asked.wait / 1e3,
+                    files=files,
                 )
                 made.begin(max(1, asked.first))
                 return made
 
             self._learner, known = resources.learners.take(bytes(asked.identity), self, make)
-            described = json.dumps(self._learner.described()).encode()
-            return messages.LEARNING.pack(known=known, described=described)
+            described = self._learner.described() | {"files": None if files is None else files.describe()}
+            return messages.LEARNING.pack(known=known, described=json.dumps(described).encode())
 
         reply = Reply(Kind.LEARNING, await resources.threads(asked.table, changes=False).run(begin))
         self._received = max(0, asked.first - 1)
@@ -156,14 +169,13 @@ class LearnerCalls:
                     if more is None:
                         return
                     self._read.append(more)
-                    size = sum(len(each[2]) for each in self._read)
+                    size = sum(len(each.data) for each in self._read)
                     if len(self._read) > MOST_CALLS or size > self._resources.limits.store_bytes:
                         raise ProtocolError(
                             f"{len(self._read)} calls of a learner with {size:,} bytes wait for their answers; at "
                             f"most {MOST_CALLS} are taken."
                         )
-                number, text, data = call
-                asked = learner.read(number, text, data)
+                asked = learner.read(*call)
                 answer = learner.execute(self, asked, pipe.has_ended)
                 if answer is None:
                     raise ConnectionAbortedError("The learner has left, or goes on over another connection.")
@@ -174,12 +186,12 @@ class LearnerCalls:
 
     def _is_full(self, learner: Learner) -> bool:
         """Whether the learner has to receive some of what is kept for it before there is more."""
-        learner.forget(self._received)
-        most = self._resources.limits.learner_bytes
-        return bool(learner.kept_bytes) and learner.kept_bytes + learner.largest > most
+        learner.forget(self._received, self._released)
+        self._released.clear()
+        return learner.is_full
 
-    def _next(self, pipe: Pipe) -> tuple[int, bytes, Array] | None:
-        """Receive a call: number, JSON and the tensors' bytes; None if the learner says goodbye."""
+    def _next(self, pipe: Pipe) -> _Received | None:
+        """Receive a call; None if the learner says goodbye."""
         head = memoryview(bytearray(HEADER))
         pipe.receive(head)
         header = Header.parse(head)
@@ -190,12 +202,16 @@ class LearnerCalls:
         pipe.receive(small)
         if len(small) < _CALL.size:
             raise ProtocolError(f"A message CALL has {len(small)} bytes; expected at least {_CALL.size}.")
-        number, received = _CALL.unpack_from(small)
+        number, received, flags, count = _CALL.unpack_from(small)
+        begin = _CALL.size + 8 * count
+        if count > self._resources.limits.rows or begin > len(small):
+            raise ProtocolError(f"A message CALL of {len(small):,} bytes names {count:,} answers.")
+        self._released.extend(np.frombuffer(small, "<u8", count, _CALL.size).tolist())
         if received > self._received:
             self._received = received
         data = np.empty(header.bulk, dtype=np.uint8) if header.bulk else _NOTHING
         pipe.receive(data.data)
-        return number, bytes(small[_CALL.size :]), data
+        return _Received(number, bool(flags & 1), bytes(small[begin:]), data)
 
 
 def _shut(connection: socket.socket) -> None:

@@ -21,12 +21,14 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from gear_loader.errors import GearError, HandshakeError, PeerTimeoutError, TransportError
 from gear_loader.transport import wire_messages as messages
 from gear_loader.transport.client import Peer
 from gear_loader.transport.learner_pipe import AHEAD, Pipe
+from gear_loader.transport.mapped_batches import MappedAnswers
 from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.resources import aligned
 from gear_loader.transport.trees import PackedTree, TreeReader
@@ -42,6 +44,7 @@ from gear_loader.transport.wire import (
     read_error,
 )
 from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.notices import notice
 
 _MOST_UNANSWERED = 32  # calls; a server takes twice as many
 _SMALL = 1 << 14  # bytes of an answer whose memory is not kept
@@ -50,7 +53,7 @@ _PAUSE = 0.05  # seconds between attempts to connect
 _ATTEMPT = 5.0  # most seconds of one
 _LOOK = 1.0  # seconds between the looks of an idle thread at whether it is still needed
 _MOST_ANSWER, _MOST_SMALL = 1 << 40, messages.ANSWER.most()
-_CALL = struct.Struct("<QQ")
+_CALL = struct.Struct("<QQII")
 _PLAIN = {name: json.dumps([name, {}, None]).encode() for name in ("next", "rows", "state")}
 _log = logging.getLogger("gear_loader")
 Place = tuple[int, int, int]
@@ -67,13 +70,16 @@ class _Rejected(Exception):
 @dataclasses.dataclass
 class _Sent:
     """A call without an answer. place: of the iteration when it is answered. wanted: whether somebody asks for it.
-    told: whether the next call raises its error, as nobody asks."""
+    told: whether the next call raises its error, as nobody asks. ended: answers to whose files nothing refers."""
 
     number: int
-    parts: list[Any]
+    text: bytes
+    tensors: list[Any]
+    size: int
     place: Place | None
     wanted: bool
     told: bool
+    ended: list[int] = dataclasses.field(default_factory=list)
 
 
 class BatchMemory:
@@ -133,9 +139,10 @@ class LearnerLink:
         peer: the server. table: name of the table. options: of the dataset, as JSON, or None.
         timeout: seconds without progress after which a call ends.
         ahead: whether a thread reads large answers ahead. pinned: whether a GPU copies from the memory of answers.
+        maps: whether batches may lie in memory of a server of this machine, which is mapped.
 
     Attributes:
-        described: what the server says of the dataset.
+        described: what the server says of the dataset. largest: bytes of the largest batch of iterations so far.
 
     Raises:
         GearError: the server refused the learner, or does not answer.
@@ -150,8 +157,11 @@ class LearnerLink:
         *,
         ahead: bool = False,
         pinned: bool = False,
+        maps: bool = False,
     ) -> None:
         self._peer, self._table, self._options = peer, table, options
+        self._maps, self.largest = maps, 0
+        self._files: MappedAnswers | None = None
         self._timeout = timeout
         self._ahead = ahead
         self._pid = os.getpid()
@@ -208,20 +218,28 @@ class LearnerLink:
                 tree.size,
                 tree.parts,
             )
-        small = _CALL.pack(number, self._received) + text
-        parts = [pack_header(Kind.CALL, number, len(small), size) + small, *tensors]
+        sent = _Sent(number, text, tensors, size, place, wanted, not wanted)
         with self._changed:
-            self._pending.append(_Sent(number, parts, place, wanted, not wanted))
+            self._pending.append(sent)
             self._changed.notify_all()
         if self._pipe is not None:
             try:
-                self._pipe.send(parts)
+                self._send(self._pipe, sent)
             except OSError:
                 self._lose()  # it is sent again by who asks for the result
             except BaseException:
                 self._lose()
                 raise
         return number
+
+    def _send(self, pipe: Pipe, sent: _Sent) -> None:
+        """Send a call, also again."""
+        files = self._files
+        if files is not None:
+            sent.ended += files.ended()
+        head = _CALL.pack(sent.number, self._received, files is not None, len(sent.ended))
+        small = head + np.array(sent.ended, dtype="<u8").tobytes() + sent.text
+        pipe.send([pack_header(Kind.CALL, sent.number, len(small), sent.size) + small, *sent.tensors])
 
     def result(self, number: int) -> Any:
         """The answer of a call that is wanted: a tree.
@@ -363,7 +381,18 @@ class LearnerLink:
         sent = self._pending[0]
         if header.request != sent.number:
             raise ProtocolError(f"Call {header.request:,} was answered; expected {sent.number:,}.")
-        answer = read_error(small) if header.kind is Kind.ERROR else self._trees.read(bytes(small), memory)
+        sizes, files = [header.bulk], self._files
+
+        def view(place: Any) -> Array:
+            assert files is not None
+            sizes.append(len(found := files.view(sent.number, place)))
+            return found
+
+        if header.kind is Kind.ERROR:
+            answer: Any = read_error(small)
+        else:
+            answer = self._trees.read(bytes(small), memory, None if files is None else view)
+        self.largest = max(self.largest, sum(sizes) if sent.place is not None else 0)
         self._pending.popleft()
         self._received = sent.number
         if sent.place is not None and header.kind is Kind.ANSWER:
@@ -385,7 +414,7 @@ class LearnerLink:
             pipe = Pipe(connection, self._timeout, _give_up)
             known = self._introduced(pipe)
             for sent in self._pending:
-                pipe.send(sent.parts)
+                self._send(pipe, sent)
         except BaseException:
             connection.close()
             raise
@@ -423,7 +452,23 @@ class LearnerLink:
             self.described = json.loads(bytes(found.described))
         except ValueError as error:
             raise ProtocolError(f"A message LEARNING is no JSON ({error}).") from None
+        self._map(self.described.get("files"))
         return bool(found.known)
+
+    def _map(self, told: Any) -> None:
+        """Map the memory of a server of this machine, if it has any."""
+        if told is None or not self._maps:
+            self._files = None
+        elif self._files is None or self._files.told != told:
+            try:
+                self._files = MappedAnswers(told)
+            except OSError as error:
+                self._files = None
+                notice(
+                    "mapped batches",
+                    f"{self._peer.name} is on this machine, but its batches come through the network, which is slower: "
+                    f"{error}",
+                )
 
     def _lose(self) -> None:
         """Give up the connection."""

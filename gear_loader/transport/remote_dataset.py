@@ -53,7 +53,8 @@ class RemoteDataset(ReplayDataset):
     """A `ReplayDataset` whose draws a server makes; made by ``ReplayDataset(gear_loader.connect(url), ...)``.
 
     The same options draw the same batches as over the `Table`. Transforms and `output` are applied here. The server
-    draws `prefetch` batches ahead, holds them until they have arrived, and makes them with its own processors.
+    draws `prefetch` batches ahead, up to `Prefetch.max_bytes`, holds them until they have arrived, and makes them with
+    its own processors. For a learner of its own machine it gathers large tensors into memory that the learner maps.
     """
 
     def learn(self) -> None:
@@ -72,6 +73,7 @@ class RemoteDataset(ReplayDataset):
             remote.timeout,
             ahead=self.prefetch > 0,
             pinned=self.device.type == "cuda",
+            maps=self.device.type != "cuda",
         )
         self._closing = weakref.finalize(self, self._link.close)
         self._turn_number = 0  # of the running iteration
@@ -91,9 +93,6 @@ class RemoteDataset(ReplayDataset):
         link.submit("iterate", given, place=(epoch, step, past), wanted=False)
         asked: collections.deque[int] = collections.deque()
         try:
-            for _ in range(self.prefetch):
-                ordered += 1
-                asked.append(link.submit("next", {}, place=(epoch, ordered, past)))
             while True:
                 if turn != self._turn_number:
                     raise SchemaError(
@@ -101,8 +100,9 @@ class RemoteDataset(ReplayDataset):
                         "time. Make two datasets."
                     )
                 refuse_capture(self.device, "a batch")
-                ordered += 1
-                asked.append(link.submit("next", {}, place=(epoch, ordered, past)))
+                while len(asked) <= self._batches_ahead(max(self._told_bytes, link.largest)):
+                    ordered += 1
+                    asked.append(link.submit("next", {}, place=(epoch, ordered, past)))
                 received = link.result(asked.popleft())
                 if received is None:
                     position.end(epoch)
@@ -112,6 +112,15 @@ class RemoteDataset(ReplayDataset):
                 yield self._shown(self._delivered(received), epoch, step - 1, self)  # type: ignore[arg-type]
         finally:
             link.drop(asked)
+
+    def _batches_ahead(self, size: int) -> int:
+        """How many batches of so many bytes to ask for ahead."""
+        return min(self.prefetch, self._max_ahead // max(size, 1))
+
+    @property
+    def _told_bytes(self) -> int:
+        """Bytes of a batch, of which the server knows about how many there will be."""
+        return int(self._link.described["bytes"])
 
     def sample(self, batch_size: int | None = None) -> Batch:
         """See `ReplayDataset.sample`: the server draws one batch, after those that it is drawing ahead."""

@@ -17,6 +17,7 @@ from gear_loader.transport.access import Allow, check_allow
 from gear_loader.transport.capacity import capacity_report
 from gear_loader.transport.change_messages import Part
 from gear_loader.transport.learners import Learners
+from gear_loader.transport.mapped_batches import MappedMemory
 from gear_loader.transport.message_schema import ALIGNMENT
 from gear_loader.transport.table_cache import TableCache
 from gear_loader.transport.table_report import table_report
@@ -251,6 +252,7 @@ class Resources:
         self.spare_memory = SpareMemory(min(_SPARE, limits.total_bytes // 4))
         self.open_parts = OpenParts(limits)
         self.learners = Learners(limits)
+        self.files = MappedMemory()
         self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
         self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in names}
         self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in names}

@@ -24,9 +24,11 @@ from gear_loader.collection.windows import has_whole, steps_only
 from gear_loader.dataset import ReplayDataset
 from gear_loader.dataset.mixture import joined
 from gear_loader.dataset.options import Ranks
-from gear_loader.errors import GearError, SchemaError, TableEmptyError
+from gear_loader.errors import GearError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.random import raw, uniforms
 from gear_loader.selection.samplers import SAMPLE_EPOCH, Prioritized, Uniform
+from gear_loader.selection.weights import checked_leaves
+from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.schema import as_mapping
 from gear_loader.transport.remote_dataset import RemoteDataset, RemoteOrigin, moved
 from gear_loader.utils.arrays import Array
@@ -109,7 +111,7 @@ class ShardsDataset(RemoteDataset):
         turn = self._turn_number = self._turn_number + 1
         first = position.past if most == math.inf else epoch * int(most)
         asked: collections.deque[Future[Batch]] = collections.deque()
-        ordered = step
+        ordered, largest = step, self._told_bytes
         try:
             while step < most:
                 if turn != self._turn_number:
@@ -117,12 +119,13 @@ class ShardsDataset(RemoteDataset):
                         "An iteration went on after a later one of the same dataset had begun; expected one at a "
                         "time. Make two datasets."
                     )
-                while ordered < most and len(asked) <= self.prefetch:
+                while ordered < most and len(asked) <= self._batches_ahead(largest):
                     asked.append(
                         self._ahead.submit(self._batch_of, first + ordered, _ITERATION, self.batch_size)
                     )
                     ordered += 1
                 received = asked.popleft().result()
+                largest = max(largest, _bytes_of(received))
                 step += 1
                 position.delivered(epoch, before, step)
                 yield self._shown(moved(received, self.device), epoch, step - 1, self)  # type: ignore[arg-type]
@@ -130,6 +133,10 @@ class ShardsDataset(RemoteDataset):
         finally:
             for each in asked:
                 each.cancel()
+
+    @property
+    def _told_bytes(self) -> int:
+        return max((part._told_bytes for part in self._parts if isinstance(part, RemoteDataset)), default=0)
 
     def sample(self, batch_size: int | None = None) -> Batch:
         """See `ReplayDataset.sample`."""
@@ -244,8 +251,14 @@ class ShardsDataset(RemoteDataset):
     ) -> None:
         """See `ReplayDataset.update_priority`: of each shard; takes its turn between two draws.
 
+        All values are checked before any shard gets them. Rows of removed trajectories only their shard knows: with
+        ``stale="error"`` one that has such rows changes nothing, and the others are updated all the same.
+
         Args:
             shard: int64 ``[n]``, the number of each row's table, unless a whole batch is given.
+
+        Raises:
+            StaleIndexError: with ``stale="error"``; it names the shards that were not updated.
         """
         self._by_priority("update_priority")
         self._check_process()
@@ -273,13 +286,30 @@ class ShardsDataset(RemoteDataset):
                 f"{len(self._parts) - 1}. Nothing was changed."
             )
 
-        def update(number: int) -> None:
+        strict, names = is_strict(stale), {name: columns.get(name) for name in ("generation", "anchor")}
+        new = request(columns["index"], columns["priority"], **names, unit=self.sampler.unit)
+        checked_leaves(self.sampler, new.priorities)
+
+        def update(number: int) -> tuple[int, StaleIndexError] | None:
             part = {name: each[which == number] for name, each in columns.items()}
             rows = part.pop("index"), part.pop("priority")
-            self._parts[number].update_priority(*rows, **part, stale=stale)
+            try:
+                self._parts[number].update_priority(*rows, **part, stale=stale)
+            except StaleIndexError as error:
+                return number, error
+            return None
 
         with self._turn:
-            self._on_all(update, which.unique().tolist())
+            found = self._on_all(update, which.unique().tolist())
+        refused = [each for each in found if each is not None]
+        if strict and refused:
+            others = (
+                "no other shard had rows" if len(refused) == len(found) else "the other shards were updated"
+            )
+            raise StaleIndexError(
+                f"Shards {[number for number, _ in refused]} have removed trajectories of the update, and were not "
+                f"changed; {others}. Shard {refused[0][0]}: {refused[0][1]}"
+            ) from refused[0][1]
 
     def priority_quantiles(self, shares: Sequence[float]) -> NoReturn:
         raise SchemaError(
@@ -330,3 +360,10 @@ class ShardsDataset(RemoteDataset):
             self._asking.shutdown()
         for part in self._parts:
             part.close()
+
+
+def _bytes_of(value: Any) -> int:
+    """Bytes of the tensors of a batch."""
+    if isinstance(value, Mapping):
+        return sum(map(_bytes_of, value.values()))
+    return value.nbytes if isinstance(value, torch.Tensor) else 0

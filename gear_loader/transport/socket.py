@@ -66,6 +66,7 @@ class SocketChannel(Channel):
         try:
             host, port = connection.getpeername()[:2]
             self.peer = f"{host}:{port}"
+            self.is_local = connection.getsockname()[0] == host
         except OSError:  # closed already; the first use raises the error
             self.peer = ""
 

@@ -3,14 +3,15 @@
 A tensor is ``{"t": [dtype, shape, offset]}``, a mapping ``{"d": {...}}``, a `Batch` ``{"b": {...}}``, and a `Ragged`
 ``{"r": [values, offsets, shape]}``. ``"m"`` is a mapping of other keys, ``"s"``, ``"x"`` and ``"y"`` are lists of text
 and of bytes, and bytes: two tensors. Other lists, numbers, text, booleans and None are themselves. Tensors begin at
-multiples of 128 bytes.
+multiples of 128 bytes. One in a file that both sides map (`mapped_batches`) is
+``{"f": [dtype, shape, offset, place]}``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,13 @@ from gear_loader.collection.batches import Batch
 from gear_loader.errors import SchemaError
 from gear_loader.storage.dtypes import dtype_names, torch_dtypes
 from gear_loader.storage.ragged import Ragged
+from gear_loader.transport.mapped_batches import MappedMemory
 from gear_loader.transport.message_schema import padding, round_up
 from gear_loader.transport.wire import ProtocolError
 from gear_loader.utils.arrays import Array
 
+View = Callable[[Any], Array]
+"""Returns the bytes of a file at a place."""
 MOST_TREE = 1 << 20
 """Most bytes of the JSON of a tree."""
 _MOST_DEPTH = 16
@@ -33,13 +37,18 @@ _JOINED = 1 << 16  # most bytes of tensors that are copied into one piece: fewer
 class PackedTree:
     """A tree as bytes.
 
+    Args:
+        files: of tensors that the other side maps, or None.
+
     Attributes:
         text: its JSON. parts: bytes of the tensors and of the padding between them. size: bytes of all parts.
+        mapped: bytes of the tensors that the other side maps.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, files: MappedMemory | None = None) -> None:
         self.parts: list[Any] = []
-        self.size = 0
+        self.size = self.mapped = 0
+        self._files = files
         self._places: dict[
             int, tuple[Any, dict[str, Any]]
         ] = {}  # a tensor that is in the tree twice is sent once
@@ -92,9 +101,16 @@ class PackedTree:
         if known is not None:
             return known[1]
         flat = tensor.detach().cpu().contiguous()
-        node = {"t": [dtype_names()[tensor.dtype], list(tensor.shape), self.size]}
-        self._places[id(tensor)] = tensor, node
         size = flat.numel() * flat.element_size()
+        kind = [dtype_names()[tensor.dtype], list(tensor.shape)]
+        place = None if self._files is None or not size else self._files.place(flat)
+        if place is not None:
+            self.mapped += size
+            found: dict[str, Any] = {"f": [*kind, place[1], place[0]]}
+            self._places[id(tensor)] = tensor, found
+            return found
+        node = {"t": [*kind, self.size]}
+        self._places[id(tensor)] = tensor, node
         if size:
             self.parts.append(flat.reshape(-1).view(torch.uint8).numpy().data)
             if more := padding(size):
@@ -109,8 +125,11 @@ class TreeWriter:
     def __init__(self) -> None:
         self._known: tuple[Any, bytes, list[bytes], int] = ((), b"", [], 0)
 
-    def pack(self, tree: Any) -> PackedTree:
-        """The tree as bytes; its tensors are not to change before they are sent."""
+    def pack(self, tree: Any, files: MappedMemory | None = None) -> PackedTree:
+        """The tree as bytes; its tensors are not to change before they are sent, and those in `files` before the other
+        side has ended with them."""
+        if files is not None:
+            return PackedTree(tree, files)
         if type(tree) is not Batch:
             return PackedTree(tree)
         try:
@@ -125,7 +144,7 @@ class TreeWriter:
                 self._known = kinds, made.text, gaps, made.size
             return made
         packed = PackedTree.__new__(PackedTree)
-        packed.text, packed.size = text, size
+        packed.text, packed.size, packed.mapped = text, size, 0
         parts: list[Any] = []
         for value, gap in zip(tree.values(), gaps, strict=True):
             if not _is_plain(value):
@@ -149,8 +168,8 @@ class TreeReader:
     def __init__(self) -> None:
         self._known: dict[bytes, Any] = {}
 
-    def read(self, text: bytes, memory: Array) -> Any:
-        """The tree, whose tensors lie in `memory`, uint8 [n], contiguous.
+    def read(self, text: bytes, memory: Array, view: View | None = None) -> Any:
+        """The tree, whose tensors lie in `memory`, uint8 [n], contiguous; others in what `view` returns for a place.
 
         Raises:
             ProtocolError: invalid, or a tensor beyond the memory.
@@ -164,30 +183,36 @@ class TreeReader:
             if len(self._known) >= 64:
                 self._known.clear()
             self._known[text] = node
-        return read_tree(node, memory)
+        return read_tree(node, memory, view)
 
 
-def read_tree(node: Any, memory: Array) -> Any:
+def read_tree(node: Any, memory: Array, view: View | None = None) -> Any:
     """The tree of parsed JSON from an untrusted source; see `TreeReader.read`."""
-    return _read(node, memory, 0)
+    return _read(node, memory, view, 0)
 
 
-def _read(node: Any, memory: Array, depth: int) -> Any:
+def _read(node: Any, memory: Array, view: View | None, depth: int) -> Any:
     if not isinstance(node, (dict, list)):
         return node
     if depth > _MOST_DEPTH:
         raise ProtocolError(f"A tree of values is deeper than {_MOST_DEPTH}.")
     if isinstance(node, list):
-        return [_read(each, memory, depth + 1) for each in node]
+        return [_read(each, memory, view, depth + 1) for each in node]
     try:
         ((kind, value),) = node.items()
         if kind in ("b", "d"):
-            found = {key: _read(each, memory, depth + 1) for key, each in value.items()}
+            found = {key: _read(each, memory, view, depth + 1) for key, each in value.items()}
             return Batch(found) if kind == "b" else found
         if kind == "t":
             return _tensor(memory, *value)
+        if kind == "f" and view is not None:
+            name, shape, offset, place = value
+            return _tensor(view(place), name, shape, offset)
         if kind == "m":
-            return {_read(key, memory, depth + 1): _read(each, memory, depth + 1) for key, each in value}
+            return {
+                _read(key, memory, view, depth + 1): _read(each, memory, view, depth + 1)
+                for key, each in value
+            }
         if kind in ("s", "x", "y"):
             data, ends = (_tensor(memory, *part["t"]).numpy() for part in value)
             begins = [0, *ends[:-1].tolist()]
@@ -198,9 +223,9 @@ def _read(node: Any, memory: Array, depth: int) -> Any:
         if kind == "r":
             values, offsets, shape = value
             return Ragged(_tensor(memory, *values["t"]), _tensor(memory, *offsets["t"]), tuple(shape))
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
         raise ProtocolError(f"A tree of values is invalid ({type(error).__name__}: {error}).") from None
-    raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected one of 'bdmrstxy'.")
+    raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected one of 'bdfmrstxy'.")
 
 
 def _tensor(memory: Array, name: str, shape: list[int], offset: int) -> torch.Tensor:

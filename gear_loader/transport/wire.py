@@ -37,7 +37,7 @@ from gear_loader.errors import GearError, HandshakeError, TransportError
 from gear_loader.transport.channel import Bytes, Channel, as_bytes
 from gear_loader.utils.arrays import Array
 
-VERSION = 7
+VERSION = 8
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096

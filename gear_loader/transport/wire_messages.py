@@ -277,10 +277,13 @@ LEARN = WireMessage(Kind.LEARN, identity=Field("bytes", 16), first=u64, wait=u32
 options: of its dataset, as `learner_options` packs them, or null. LEARNING answers it."""
 LEARNING = WireMessage(Kind.LEARNING, flags=_flags("known"), described=_json)
 """known: whether the server has served it before. described: what its dataset is."""
-CALL = WireMessage(Kind.CALL, number=u64, received=u64, call=_json)
-"""Numbers of the call, from 1 on, and of the last answer that has arrived. call: a list of its name, its options and a
-tree of values. Bulk part: the tensors of the tree. Calls are executed in order, and once, though they come again over
-another connection."""
+CALL = WireMessage(
+    Kind.CALL, number=u64, received=u64, flags=_flags("maps"), n=u32.to("rows"), ended=u64["n"], call=_json
+)
+"""Numbers of the call, from 1 on, and of the last answer that has arrived. maps: whether tensors of the answer may lie
+in files of the server, which the learner maps. ended: numbers of answers to whose files it refers no more. call: a
+list of its name, its options and a tree of values. Bulk part: the tensors of the tree. Calls are executed in order, and
+once, though they come again over another connection."""
 ANSWER = WireMessage(Kind.ANSWER, tree=_json)
 """A tree of values; bulk part: its tensors. The header has the number of the call."""
 METADATA = WireMessage(Kind.METADATA, name=_name, table=_name)

@@ -12,7 +12,7 @@ import torch
 from tree_common import check_groups, expanded, grouped
 
 import gear_loader as gear
-from gear_loader.errors import CheckpointError, SchemaError, TableClosedError
+from gear_loader.errors import CheckpointError, PriorityError, SchemaError, StaleIndexError, TableClosedError
 from gear_loader.transport import RemoteShards
 
 SCHEMA = {"number": gear.Column(torch.int64)}
@@ -98,6 +98,31 @@ def test_priorities_reach_the_shard_of_each_row(shards: RemoteShards) -> None:
     assert float((mine.sample()["number"] == COUNTS[0] + 3).float().mean()) > 0.9
     with pytest.raises(SchemaError, match="No shard was received"):
         mine.update_priority(batch["index"], only.float(), generation=batch["generation"])
+    mine.update_priority(batch, 1.0 + batch["number"].float())
+    mine.close()
+
+
+def test_an_update_is_checked_before_any_shard_gets_it_and_names_those_that_refuse(
+    shards: RemoteShards,
+) -> None:
+    mine = dataset(shards, gear.Prioritized(alpha=1.0))
+    batch = mine.sample(400)
+    before = mine.mass()
+    wrong = torch.ones(400)
+    wrong[-1] = float("nan")  # rows lie shard by shard: only that of the last one
+    assert int(batch["shard"][-1]) == 1
+    with pytest.raises(PriorityError, match=r"priority\[399\]"):
+        mine.update_priority(batch, wrong)
+    mine.settle()
+    assert mine.mass() == before
+    batch["generation"][-1] -= 1
+    with pytest.raises(StaleIndexError, match=r"Shards \[1\] have removed.*the other shards were updated"):
+        mine.update_priority(batch, torch.full((400,), 3.0), stale="error")
+    masses = mine._on_each(lambda part: part.mass()[0])
+    assert masses[1] == sum(1.0 + number for number in range(COUNTS[0], ALL))
+    drawn = set(batch["number"][batch["shard"] == 0].tolist())
+    assert masses[0] == sum(3.0 if number in drawn else 1.0 + number for number in range(COUNTS[0]))
+    batch["generation"][-1] += 1
     mine.update_priority(batch, 1.0 + batch["number"].float())
     mine.close()
 

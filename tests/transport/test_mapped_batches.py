@@ -1,0 +1,136 @@
+"""Batches of a learner: in memory that it maps on the server's machine, and as messages, with bounded memory."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from learner_common import CASES, assert_equal, dataset, filled, pair
+from transport_common import SECRET, Proxy, serving
+from waiting_common import wait_until
+
+import gear_loader as gear
+from gear_loader.collection import references
+from gear_loader.transport import Limits, mapped_batches
+from gear_loader.transport.urls import url_of
+from gear_loader.utils import notices
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) for case in CASES] + ["windows"])
+def test_batches_in_memory_that_a_learner_maps_are_the_same(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_batches, "LEAST_MAPPED", 1)
+    monkeypatch.setattr(references, "_ARENA_BYTES", 0)
+    with pair() as (local, _, remote):
+        mine, theirs = dataset(local, **CASES[case]), dataset(remote, **CASES[case])
+        kept = []
+        for _ in range(2):
+            for first, second in zip(mine, theirs, strict=True):
+                assert_equal(first, second)
+                kept.append((copy.deepcopy(first), second))
+        for _ in range(2):
+            first, second = mine.sample(), theirs.sample()
+            assert_equal(first, second)
+            kept.append((copy.deepcopy(first), second))
+        for first, second in kept:
+            assert_equal(first, second)
+        assert theirs._link._files._known  # some were mapped
+
+
+def test_mapped_memory_is_used_again_once_nothing_refers_to_it_and_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mapped_batches, "LEAST_MAPPED", 1 << 10)
+    limits = Limits(learner_bytes=1 << 20)
+    with filled() as table, serving(str(table.name), limits=limits) as server:
+        remote = gear.connect(url_of(server.address, str(table.name)), secret=SECRET, timeout=20)
+        with remote:
+            big = {"windows": gear.Window(400), "batch_size": 40, "batches_per_epoch": 40, "prefetch": 2}
+            files = server.server.resources.files
+            replay = dataset(remote, **big)
+            for theirs in replay:
+                assert len(theirs["index"]) == 40
+                assert len(files._places) < 60  # of five columns: most batches lie where earlier ones did
+            (learner,) = server.server.resources.learners._known.values()
+            held = list(replay)  # nothing may be drawn into these
+            assert learner.kept_bytes <= limits.learner_bytes
+            for mine, theirs in zip(dataset(table, **big), dataset(table, **big), strict=True):
+                assert_equal(mine, theirs)
+            local = dataset(table, **big)
+            list(local)  # the first epoch
+            for mine, theirs in zip(local, held, strict=True):
+                assert_equal(mine, theirs)
+            del held, theirs
+            replay.settle()
+            replay.settle()  # whose message says that nothing refers to them
+            assert not learner._lent
+
+
+def test_a_learner_that_cannot_map_gets_messages(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mapped_batches, "LEAST_MAPPED", 1)
+    monkeypatch.setattr(notices, "_seen", {})
+    for told in ([os.getpid(), [0, 1, 2, 3], "00"], ["x"], [1 << 40, [1, 1, 1, 32], "00" * 32], {}):
+        monkeypatch.setattr(mapped_batches.MappedMemory, "describe", lambda _, told=told: told)
+        with pair() as (local, _, remote):
+            mine, theirs = dataset(local, windows=gear.Window(50)), dataset(remote, windows=gear.Window(50))
+            assert_equal(mine.sample(), theirs.sample())
+            assert theirs._link._files is None
+    assert "come through the network" in caplog.text
+
+
+@pytest.mark.long
+def test_a_killed_server_leaves_the_batches_that_a_learner_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled() as table:
+        server = table.serve(allow="all")
+        with gear.connect(server.url, secret=server.secret, timeout=60) as remote:
+            big = {"windows": gear.Window(4000), "batch_size": 40, "batches_per_epoch": 20}
+            theirs, mine = dataset(remote, **big), dataset(table, **big)
+            batches, expected = iter(theirs), iter(mine)
+            held = [next(batches) for _ in range(3)]
+            assert theirs._link._files._known
+            port = int(server.url.rpartition(":")[2].partition("/")[0])
+            os.kill(server.pid, signal.SIGKILL)
+            server.stop()
+            again = table.serve(allow="all", port=port, secret=server.secret)
+            held += [next(batches) for _ in range(3)]
+            for each in held:
+                assert_equal(next(expected), each)
+            again.stop()
+
+
+def test_prefetched_batches_take_no_more_than_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_batches.MappedMemory, "describe", lambda _: None)  # through the network
+    big: dict[str, Any] = {"windows": gear.Window(4000), "batch_size": 40, "batches_per_epoch": 12}
+    with filled() as table, serving(str(table.name)) as server, Proxy(server.address) as proxy:
+        remote = gear.connect(url_of(proxy.address, str(table.name)), secret=SECRET, timeout=20)
+        with remote:
+            for most, ahead in ((None, 6), (9 << 20, 2), (1, 0)):
+                given = gear.Prefetch(6) if most is None else gear.Prefetch(6, max_bytes=most)
+                replay = dataset(remote, prefetch=given, **big)
+                batches = iter(replay)
+                next(batches)
+                size = replay._link.largest
+                assert (9 << 20) // size == 2
+                for number in range(2):  # a slow learner
+                    next(batches)
+                    link = replay._link
+                    wait_until(lambda link=link, ahead=ahead: len(link._answers) == ahead, patience=20)
+                    time.sleep(0.05)
+                    expected = (ahead + number + 2) * size
+                    assert expected <= len(proxy.heard) < expected + (1 << 17)
+                    assert len(link._answers) == ahead
+                    assert not link._pending
+                    assert sum(len(owner) for owner, _ in link.memory._kept) < (ahead + 4) * size
+                (learner,) = server.server.resources.learners._known.values()
+                assert learner.kept_bytes <= (ahead + 1) * size
+                assert len([*batches]) == 9
+                replay.close()
+                wait_until(lambda: not server.server.resources.learners._known, patience=20)
+                proxy.heard.clear()
