@@ -17,7 +17,7 @@ from gear_loader.sources.lerobot import read_lerobot
 from gear_loader.sources.minari import read_minari
 from gear_loader.sources.named import register
 from gear_loader.sources.npz_episodes import read_npz
-from gear_loader.sources.refreshing import Refresh
+from gear_loader.sources.refresh_options import Refresh
 from gear_loader.sources.replay_zarr import read_zarr
 from gear_loader.sources.rlds import read_rlds
 from gear_loader.sources.robomimic import read_robomimic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -131,6 +132,40 @@ class Part(EpisodeReader):
 
     def between(self, first: int, last: int) -> Iterator[Episode]:
         return self._reader.between(self._first + first, self._first + last)
+
+
+class Labelled(EpisodeReader):
+    """The episodes of another reader with two columns more: their numbers, and importance weights.
+
+    Args:
+        columns: names of both columns, the second one maybe missing, and what they are.
+    """
+
+    def __init__(self, reader: EpisodeReader, columns: Mapping[str, Column]) -> None:
+        for name in columns:
+            if name in reader.schema:
+                raise SourceError(
+                    f"{reader.source} has a column {name!r}, as Refresh(number=, weight=) would; expected another "
+                    "name, or leave the column out by columns=."
+                )
+        schema = {**reader.schema, **columns}
+        super().__init__(reader.source, reader.lengths, schema, reader.finals, reader.payload)
+        self._reader, self._names, self.starts = reader, list(columns), reader.starts
+
+    def __iter__(self) -> Iterator[Episode]:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Episode]:
+        return self.weighed(first, last, 1.0)
+
+    def weighed(self, first: int, last: int, weight: float) -> Iterator[Episode]:
+        """As `between`, with this weight."""
+        for number, episode in enumerate(self._reader.between(first, last), first):
+            values = (np.array(number, dtype=np.int64), np.array(weight, dtype=np.float32))
+            # A copy is as lazy as the episode.
+            labelled = copy.copy(episode) if isinstance(episode, Episode) else Episode(episode)
+            labelled.update(zip(self._names, values, strict=False))
+            yield labelled
 
 
 class Decoded(EpisodeReader):

@@ -1,4 +1,4 @@
-"""Filling a table with the episodes of a reader."""
+"""Filling tables with the episodes of a reader."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,110 +25,148 @@ from gear_loader.utils.progress import progress_bar
 
 @dataclasses.dataclass
 class Filling:
-    """A table to be filled.
+    """Tables to be filled, to which episodes are dealt one after another.
 
     Attributes:
-        table, reader: of which `check_fit` has approved. lengths: of the reader's first episodes, which are added;
+        tables, reader: of which `check_fit` has approved. lengths: of the reader's first episodes, which are added;
             None: all are, and how many they are is not known.
         priority: of each. progress: whether to show a bar. statistics: whether to gather them.
-        first: episodes that the table has already.
-        piece: bytes added at once; None: all. added: episodes that the table has by now.
+        first: episodes that each table has already; none of any by default.
+        piece: bytes added at once; None: all. added: episodes that the tables have by now.
     """
 
-    table: Table
+    tables: Sequence[Table]
     reader: EpisodeReader
     lengths: np.ndarray | None
     priority: float
     progress: bool
     statistics: bool
-    first: int = 0
+    first: Sequence[int] = ()
     piece: int | None = None
     added: int = 0
 
-    def all_or_none(self) -> Table:
+    def __post_init__(self) -> None:
+        self.first = self.first or [0] * len(self.tables)
+        self.added = sum(self.first)
+
+    def resume(self) -> None:
+        """Find out what the tables have already.
+
+        Raises:
+            SourceError: one holds other trajectories.
+        """
+        assert self.lengths is not None
+        count = len(self.tables)
+        self.first = [
+            first_missing(table, self.reader.source, self.lengths[number::count])
+            for number, table in enumerate(self.tables)
+        ]
+        self.added = sum(self.first)
+
+    def all_or_none(self) -> None:
         """Add all episodes; if that fails, remove those that were added."""
         assert self.lengths is not None
-        table, total = self.table, int(self.lengths.sum())
-        evicts = table.on_full in ("evict_oldest", "evict_lowest_priority")
+        total = int(self.lengths.sum())
+        evicts = any(table.on_full in ("evict_oldest", "evict_lowest_priority") for table in self.tables)
         if self.piece is not None and evicts and not self._is_one_piece(total):
             with progress_bar("Checking", total, unit="steps", enabled=self.progress) as (advance, _):
-                for _episode in advancing(fitted_episodes(self.reader, table), self.lengths, advance):
+                for _episode in advancing(
+                    fitted_episodes(self.reader, self.tables[0]), self.lengths, advance
+                ):
                     pass
-        added: list[np.ndarray] = []
+        added: list[list[np.ndarray]] = [[] for _ in self.tables]
         try:
-            for slots in self.pieces():
-                added.append(slots)
+            for number, slots in self.pieces():
+                added[number].append(slots)
         except BaseException:
-            if added:
-                # Skip trajectories that a later piece evicted. A reused index belongs to this load, too.
-                mine = np.unique(np.concatenate(added))
-                table.remove(mine[np.isin(mine, table.indices())])
+            for table, each in zip(self.tables, added, strict=True):
+                if each:
+                    # Skip trajectories that a later piece evicted. A reused index belongs to this load, too.
+                    mine = np.unique(np.concatenate(each))
+                    table.remove(mine[np.isin(mine, table.indices())])
             raise
-        return table
 
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Add the episodes piece by piece; yields the indices of each."""
+    def pieces(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Add the episodes piece by piece; yields the number of a table, and the indices of what it was given."""
         try:
             yield from self._pieces()
         finally:
             release_arrow_memory()
 
-    def _pieces(self) -> Iterator[np.ndarray]:
-        table, reader = self.table, self.reader
-        gathered = StatisticsOf(table.schema.added) if self.statistics else None
-        self.added = self.first
+    def _pieces(self) -> Iterator[tuple[int, np.ndarray]]:
+        tables, reader = self.tables, self.reader
+        gathered = StatisticsOf(tables[0].schema.added) if self.statistics else None
         total = None if self.lengths is None else int(self.lengths.sum())
+        # All tables have the episodes before this one.
+        begin = min(first * len(tables) + number for number, first in enumerate(self.first))
         with progress_bar("Loading", total, unit="steps", enabled=self.progress) as (advance, _):
-            episodes: Iterator[Episode] = fitted_episodes(reader, table)
+            episodes: Iterator[Episode] = fitted_episodes(reader, tables[0])
             if self.lengths is not None:
                 episodes = advancing(episodes, self.lengths, advance)
-            for piece in self._cut(itertools.islice(episodes, self.first)):
+            for piece in self._cut(itertools.islice(episodes, begin)):
                 if gathered is not None:
                     gathered.add(piece)
             for piece in self._cut(episodes):
-                with in_source(reader, self.added):
-                    slots = add(table, piece, self.priority)
-                self.added += len(piece)
+                for number, table in enumerate(tables):
+                    dealt = self._dealt(piece, begin, number)
+                    if dealt:
+                        with in_source(reader, begin):
+                            slots = add(table, dealt, self.priority)
+                        self.added += len(dealt)
+                        yield number, slots
+                begin += len(piece)
                 if gathered is not None:
                     gathered.add(piece)
-                yield slots
         if gathered is not None:
-            table._engine.statistics = gathered.result()
+            for table in tables:
+                table._engine.statistics = gathered.result()
+
+    def _dealt(self, piece: list[Episode], begin: int, number: int) -> list[Episode]:
+        """What the table of this number gets of the episodes from `begin` on."""
+        count = len(self.tables)
+        offset = (number - begin) % count
+        missing = self.first[number] - (begin + offset) // count
+        return piece[offset::count][max(0, missing) :]
 
     def _is_one_piece(self, steps: int) -> bool:
         """Whether so many steps are known to be added at once."""
-        step_bytes = sum(column.step_bytes for column in self.table.schema.values())
+        schema = self.tables[0].schema
+        step_bytes = sum(column.step_bytes for column in schema.values())
         assert self.lengths is not None
         count, most_steps, blocks, _ = self._most()
-        layout = self.table._engine.region.layout
-        used = int((-(-(self.lengths + 1) // layout.block_steps)).sum())
+        used = int((-(-(self.lengths + 1) // self._block_steps)).sum())
         fits = len(self.lengths) <= count and steps <= most_steps and used <= blocks
-        return fits and not self.table.schema.ragged and steps * step_bytes <= (self.piece or 0)
+        return fits and not schema.ragged and steps * step_bytes <= (self.piece or 0)
+
+    @property
+    def _block_steps(self) -> int:
+        return min(table._engine.region.layout.block_steps for table in self.tables)
 
     def _most(self) -> tuple[float, float, float, float]:
         """Trajectories, steps, blocks and bytes of values of any length of a piece: half of a table that makes room."""
-        if self.piece is None or self.table.on_full == "error":
+        layouts = [table._engine.region.layout for table in self.tables if table.on_full != "error"]
+        if self.piece is None or not layouts:
             return (math.inf,) * 4
-        layout = self.table._engine.region.layout
         return (
-            max(1, layout.max_trajectories // 2),
-            layout.max_steps / 2,
-            layout.num_blocks / 2,
-            layout.payload / 2,
+            max(1, min(layout.max_trajectories for layout in layouts) // 2),
+            min(layout.max_steps for layout in layouts) / 2,
+            min(layout.num_blocks for layout in layouts) / 2,
+            min(layout.payload for layout in layouts) / 2,
         )
 
     def _cut(self, episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
         """Episodes in pieces of at most `piece` bytes, but at least one episode."""
-        ragged = list(self.table.schema.ragged)
+        ragged = list(self.tables[0].schema.ragged)
         piece: list[Episode] = []
         taken = 0
         limits, used = np.array(self._most()), np.zeros(4)
-        block_steps = self.table._engine.region.layout.block_steps
-        by_step = next(name for name, column in self.table.schema.added.items() if not column.trajectory)
+        block_steps = self._block_steps
+        by_step = next(name for name, column in self.tables[0].schema.added.items() if not column.trajectory)
         for episode in episodes:
             sizes: dict[str, int] = {}
             if self.piece is not None:
-                refuse_long(self.table, self.reader.source, episode)
+                for table in self.tables:
+                    refuse_long(table, self.reader.source, episode)
                 sizes = {name: size_of(values) for name, values in episode.items()}
             size, steps = sum(sizes.values()), _steps(episode[by_step])
             blocks = -(-(steps + 1) // block_steps)
@@ -201,7 +239,7 @@ def in_source(reader: EpisodeReader, first: int) -> Iterator[None]:
         raise SourceError(f"{reader.source}, counted from episode {first}: {error}") from error
 
 
-def add(table: Table, episodes: list[Episode], priority: float) -> np.ndarray:
+def add(table: Table, episodes: list[Episode], priority: float | np.ndarray) -> np.ndarray:
     """`Table.extend`, with the final values of episodes that have them."""
     finals = np.array([bool(episode.final) for episode in episodes], dtype=np.int64)
     if not finals.any():

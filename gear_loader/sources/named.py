@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gear_loader.errors import SourceError
 from gear_loader.sources.episodes import listing
-from gear_loader.sources.source_loading import Named, load
+from gear_loader.sources.source_loading import load
+from gear_loader.sources.source_opening import Named
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
 from gear_loader.utils.checks import flag
@@ -90,7 +91,12 @@ _HIDDEN = frozenset({"download"})
 
 
 def load_dataset(
-    source: str | os.PathLike[str], /, table: Table | None = None, *, download: bool = True, **options: Any
+    source: str | os.PathLike[str],
+    /,
+    table: Table | Sequence[Table] | Any | None = None,
+    *,
+    download: bool = True,
+    **options: Any,
 ) -> Table:
     """Make a table of a data set, or add it to one::
 
@@ -102,12 +108,13 @@ def load_dataset(
         source: ``kind:name``, of a kind that the page docs/data.md lists or that `gear_loader.sources.register` or an
             installed package has made known; or the path or address of a file, or of the directory of a Minari data
             set.
-        table: the table to add to; None makes one of the source's size.
+        table: the table to add to; None makes one of the source's size. Several tables, or
+            `gear_loader.distributed.Shards`: as for `gear_loader.sources.load`.
         download: whether to fetch a data set that is not on this machine.
         options: as for `gear_loader.sources.load`, and those of the kind, such as ``split=``.
 
     Returns:
-        The table.
+        The table; the first one of several.
 
     Raises:
         SourceError: an unknown kind or option, or as `gear_loader.sources.load`. The table is as before.

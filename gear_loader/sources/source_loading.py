@@ -1,45 +1,29 @@
-"""Filling a table from a source: all trajectories or none."""
+"""Filling tables from a source: all trajectories or none, or in the background."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from gear_loader.errors import SchemaError, SourceError
-from gear_loader.sources.derived import Decoded, Filtered, Following, Part, Renamed
-from gear_loader.sources.episodes import (
-    Columns,
-    EpisodeReader,
-    check_count,
-    describe,
-    requested,
-    select,
-)
-from gear_loader.sources.filling import Filling, advancing, first_missing, in_source
-from gear_loader.sources.fitting import check_fit, fitted
-from gear_loader.sources.hdf5 import read_hdf5
+from gear_loader.errors import SourceError
+from gear_loader.sources.derived import Decoded, Filtered, Labelled, Part
+from gear_loader.sources.episodes import Columns, EpisodeReader
+from gear_loader.sources.fetch_orders import Passes, PriorityOrder, part_of
+from gear_loader.sources.filling import Filling
+from gear_loader.sources.fitting import check_fit
 from gear_loader.sources.iterables import IterableReader
-from gear_loader.sources.minari import read_minari
-from gear_loader.sources.refreshing import Passes, Refresh, Refreshing, holds_all, part_of
-from gear_loader.sources.time_steps import how_to_cut, is_frame
+from gear_loader.sources.load_request import LoadRequest, Target
+from gear_loader.sources.made_tables import Sizes, made_table
+from gear_loader.sources.priority_record import PriorityRecord
+from gear_loader.sources.refresh_options import Refresh
+from gear_loader.sources.refreshing import PAUSE, Refreshing, holds_all, together, update_of
 from gear_loader.storage.background_loading import Loading
-from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packing
-from gear_loader.storage.incoming import checked_priorities
-from gear_loader.storage.memory_options import Memory
 from gear_loader.storage.operations.extents import FIRST, GRAIN, HEADER
-from gear_loader.storage.payload import needed_bytes
-from gear_loader.storage.ragged_input import with_records
-from gear_loader.storage.schema import Column, Schema, as_mapping
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import shown
-from gear_loader.utils.checks import byte_count, flag
-from gear_loader.utils.progress import progress_bar
 
 LOAD_BYTES = 256 * 2**20
 """Bytes added to the table at once, but at least one trajectory."""
@@ -49,7 +33,7 @@ BACKGROUND_BYTES = 16 * 2**20
 
 def load(
     source: Any,
-    table: Table | None = None,
+    table: Table | Sequence[Table] | Any | None = None,
     *,
     columns: Columns = None,
     max_trajectories: int | None = None,
@@ -100,7 +84,9 @@ def load(
             or a TensorDict: a list, a generator, a data set of torch whose items are episodes. Text, bytes and lists of
             arrays of uneven lengths become columns of any length. Rows that are time steps (of a DataFrame, of most
             data sets of Hugging Face) are refused as far as they can be told: `read_rows` cuts them.
-        table: the table to add to; None makes one.
+        table: the table to add to; None makes one. Several tables of the same columns, as a list: their episodes are
+            dealt one after another, the first one to the first table. `gear_loader.distributed.Shards`: as a list of
+            their tables, or with several ranks, each of which calls this, as this rank's table with `shard`.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes the
             table's columns, or without a table the source's standard ones (all of an iterable's).
         max_trajectories: take at most so many, the first ones.
@@ -127,7 +113,7 @@ def load(
             end.
         resume: the table was given the first trajectories of this source before, and nothing else, by a load in the
             background that ended, or was killed; those that are missing are added. Such a table has a name, was saved,
-            or is recovered from its disk.
+            or is recovered from its disk. Several tables: the same ones, in the same order.
         payload: bytes for values of any length in the table made here, an int or a text such as ``"4GiB"``. By default
             as many as they take; files are then read twice, unless they tell it.
         download: fetch the Minari data set of this id if it is not on this machine.
@@ -135,12 +121,12 @@ def load(
         refresh: True, or a `Refresh` with options: a thread goes on fetching trajectories that the table cannot hold at
             once, in random order, over several epochs; each takes the place of another one. For a table that evicts, or
             waits for room; or for one made here, of `max_bytes`, that evicts the oldest. If the table can hold all,
-            they are loaded once.
+            they are loaded once. Several tables share each epoch.
         shard: (number, count): take one of so many parts of the source, of equal numbers of trajectories, as the
             process of a rank for its own table: ``(rank, world_size)``. With `refresh` another part in each epoch.
 
     Returns:
-        The table.
+        The table; the first one of several.
 
     Raises:
         SourceError: the source is damaged, empty or does not fit; the message names the episode, the column
@@ -154,398 +140,207 @@ def load(
         >>> len(table), table.num_steps, table[0]["reward"]
         (2, 3, tensor([1.0000, 0.5000]))
     """
-    if table is not None and not isinstance(table, Table):
-        raise SourceError(f"table is {shown(table)}; expected a gear_loader.Table, or None.")
-    if table is not None and name is not None:
-        raise SourceError(
-            f"name={name!r} was given with a table; expected one of the two: a table keeps its name."
-        )
-    once = _once_names(per_trajectory, table)
-    options: dict[str, Any] = {
-        "columns": columns,
-        "keep_float64": flag("keep_float64", keep_float64),
-        "allow_nonfinite": flag("allow_nonfinite", allow_nonfinite),
-    }
-    flags = {"final": final, "download": download, "progress": progress, "statistics": statistics}
-    flags |= {"wait": wait, "resume": resume, "decode": decode}
-    renewal = Refresh() if refresh is True else refresh or None
-    _check_refresh(renewal, table, max_bytes, statistics)
-    place = _checked_shard(shard)
-    for option, value in flags.items():
-        flag(option, value)
-    if filter is not None and not callable(filter):
-        raise SourceError(f"filter= is {shown(filter)}; expected a function of an episode, or None.")
-    if payload is not None:
-        byte_count("payload", payload)
-    checked_priorities(priority, 1)
-    if resume and table is None:
-        raise SourceError("resume=True was given without a table; expected the one that was being filled.")
-    check_count("max_trajectories", max_trajectories)
-    if not isinstance(block_steps, str):
-        check_count("block_steps", block_steps)
-    if table is not None and columns is None:
-        options["columns"] = list(table.schema.added)
-    if table is not None:  # else what the table can hold would be rounded on the way
-        options["keep_float64"] |= any(column.dtype == torch.float64 for column in table.schema.values())
-    wanted: list[str] | None = None if final else []
-    if table is not None:
-        wanted = list(table.schema.finals or ())
-    if download and (not isinstance(source, (str, Named)) or _is_hdf5(source)):
-        given = repr(source) if isinstance(source, str) else describe(source)
-        raise SourceError(
-            f"download=True was given with {given}; expected the id of a Minari data set: nothing else is fetched."
-        )
-    added = None if table is None else table.schema.added
-    ended = wait or table is None or filter or decode or resume or max_bytes is not None or shard or renewal
-    reader = _open(
-        source, options, max_trajectories, added, download, finals=wanted, once=once, lazy=not ended
+    target = Target.of(table, shard)
+    request = LoadRequest(
+        columns=columns,
+        max_trajectories=max_trajectories,
+        block_steps=block_steps,
+        name=name,
+        priority=priority,
+        final=final,
+        per_trajectory=per_trajectory,
+        keep_float64=keep_float64,
+        allow_nonfinite=allow_nonfinite,
+        filter=filter,
+        decode=decode,
+        statistics=statistics,
+        max_bytes=max_bytes,
+        wait=wait,
+        resume=resume,
+        payload=payload,
+        download=download,
+        progress=progress,
+        refresh=refresh,
     )
+    request.check_target(target)
+    request.check_source(source)
+    reader = request.opening(target).open(source)
     if isinstance(reader, IterableReader) and reader.lazy:
-        assert table is not None
-        _begin(Filling(table, reader, None, priority, progress, statistics))
-        return table
+        _begin(Filling(target.tables, reader, None, priority, progress, statistics))
+        return target.tables[0]
     if filter is not None:
         reader = Filtered(reader, filter, max_trajectories, progress)
     if decode:
         reader = Decoded(reader)
-    # Episodes in memory are added at once, so that they become visible at the same moment.
-    piece = None if isinstance(reader, IterableReader) else LOAD_BYTES
-    lengths = reader.lengths[:max_trajectories]
-    first, last = part_of(len(lengths), *place)
-    if first == last:
-        raise SourceError(
-            f"shard={shard!r} was given, and {reader.source} has {len(lengths):,} episodes; expected more."
-        )
-    most = None if max_bytes is None else byte_count("max_bytes", max_bytes)
-    share = 1.0
-    if renewal is not None and table is None:
-        assert most is not None
-        share = _share_of(most, payload, reader, lengths, progress) * len(lengths) / (last - first)
-    if renewal is not None and (
-        share >= 1.0 if table is None else _holds_all(table, reader, lengths, resume)
-    ):
-        renewal = None
-    if renewal is None and place != (0, 1):
-        reader = Part(reader, first, last)
-        lengths = reader.lengths
-    if renewal is None and most is not None and share == 1.0:
-        lengths = _within(most, reader, lengths, progress)
-    made = table is None
-    if table is None:
-        share = share * (last - first) / len(lengths) if renewal is not None else 1.0
-        table = _table_for(reader, lengths, final, block_steps, payload, name, progress, share=share)
-    else:
-        check_fit(reader, lengths, table)
-    try:
-        if renewal is not None:
-            passes = Passes(reader.starts, len(lengths), renewal.seed, *place)
-            _begin_refresh(
-                Refreshing(table, reader, lengths, passes, renewal, priority, progress), resume, wait
+    if request.renewal is not None and request.renewal.own_columns:
+        reader = Labelled(reader, request.renewal.own_columns)
+    return _Load.of(reader, target, request).into_tables()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Load:
+    """What is loaded into which tables.
+
+    Attributes:
+        reader, lengths: of which all first episodes with these lengths, int64 [n], are loaded.
+        refresh: how; None: once. share: the share of the episodes that a table which is made has room for.
+        piece: bytes added at once; None: all.
+    """
+
+    reader: EpisodeReader
+    lengths: np.ndarray
+    target: Target
+    request: LoadRequest
+    refresh: Refresh | None
+    share: float
+    piece: int | None
+
+    @classmethod
+    def of(cls, reader: EpisodeReader, target: Target, request: LoadRequest) -> _Load:
+        """Find out what of a reader is loaded.
+
+        Raises:
+            SourceError: it has too few episodes, or too large ones.
+        """
+        # Episodes in memory are added at once, so that they become visible at the same moment.
+        piece = None if isinstance(reader, IterableReader) else LOAD_BYTES
+        lengths = reader.lengths[: request.max_trajectories]
+        first, last = part_of(len(lengths), *target.part)
+        if last - first < max(1, len(target.tables)):
+            given = f"shard={target.part!r} was" if last == first else f"{len(target.tables)} tables were"
+            raise SourceError(
+                f"{given} given, and {reader.source} has {len(lengths):,} episodes; expected more."
             )
-            return table
-        fill = Filling(table, reader, lengths, priority, progress, statistics, piece=piece)
-        if resume:
-            fill.first = first_missing(table, reader.source, lengths)
-        if wait:
-            return fill.all_or_none()
-        _begin(fill)
-        return table
-    except BaseException:
-        if made:
-            table.close()
-            if name is not None:
-                table.unlink()
-        raise
+        refresh, share, most = request.renewal, 1.0, request.most_bytes
+        sizes = Sizes(reader, lengths, request.progress)
+        if refresh is not None and not target.tables:
+            assert most is not None
+            share = sizes.share(most, request.payload)
+            if share * len(lengths) / (last - first) >= 1.0:
+                refresh, share = None, 1.0
+        elif refresh is not None and _hold_all(target.tables, reader, lengths, request.resume):
+            refresh = None
+        if refresh is None and target.part != (0, 1):
+            reader = Part(reader, first, last)
+            lengths = reader.lengths
+        if request.renewal is None and most is not None:
+            lengths = Sizes(reader, lengths, request.progress).within(most)
+        return cls(reader, lengths, target, request, refresh, share, piece)
+
+    def into_tables(self) -> Table:
+        """Load it; returns the first table."""
+        tables, request = self.target.tables, self.request
+        if not tables:
+            tables = (made_table(self.reader, self.lengths, request, self.share),)
+        else:
+            for table in tables:
+                check_fit(self.reader, self.lengths, table)
+        try:
+            if self.refresh is not None:
+                self._refresh(tables, self.refresh)
+            else:
+                self._fill(tables)
+            return tables[0]
+        except BaseException:
+            if not self.target.tables:
+                tables[0].close()
+                if request.name is not None:
+                    tables[0].unlink()
+            raise
+
+    def _fill(self, tables: Sequence[Table]) -> None:
+        request = self.request
+        fill = Filling(
+            tables,
+            self.reader,
+            self.lengths,
+            request.priority,
+            request.progress,
+            request.statistics,
+            piece=self.piece,
+        )
+        if request.resume:
+            fill.resume()
+        if request.wait:
+            fill.all_or_none()
+        else:
+            _begin(fill)
+
+    def _refresh(self, tables: Sequence[Table], refresh: Refresh) -> None:
+        """Refresh each table with its own part of the episodes."""
+        (part, parts), total, request = self.target.part, len(self.lengths), self.request
+        record = None
+        if refresh.sampler is not None:
+            record = PriorityRecord(total, refresh.record, resume=request.resume)
+        try:
+            refreshing = []
+            for number, table in enumerate(tables):
+                place = part * len(tables) + number, parts * len(tables)
+                order: Passes | PriorityOrder = Passes(self.reader.starts, total, refresh.seed, *place)
+                if record is not None:
+                    order = PriorityOrder(record, total, refresh, *place)
+                bar, pause = request.progress and len(tables) == 1, PAUSE / len(tables)
+                refreshing.append(
+                    Refreshing(table, self.reader, self.lengths, order, refresh, request.priority, bar, pause)
+                )
+            given = [each.given() if request.resume else 0 for each in refreshing]
+        except BaseException:
+            if record is not None:
+                record.close()
+            raise
+        _begin_refresh(refreshing, given, record, request.wait)
 
 
-def _check_refresh(refresh: Any, table: Table | None, max_bytes: Any, statistics: bool) -> None:
-    """Refuse options that do not go with `refresh`, which may be None."""
-    if refresh is None:
-        return
-    if not isinstance(refresh, Refresh):
-        raise SourceError(
-            f"refresh is {shown(refresh)}; expected True, False, or a gear_loader.sources.Refresh."
-        )
-    if statistics:
-        raise SourceError(
-            "statistics=True was given with refresh=; expected one of them: no table holds all at once."
-        )
-    if table is None and max_bytes is None:
-        raise SourceError(
-            "refresh= was given without a table or max_bytes=; expected one of them: a table of the source's size "
-            "holds all at once."
-        )
-    if table is not None and max_bytes is not None:
-        raise SourceError(
-            "max_bytes= was given with refresh= and a table; expected one of the two: it has limits."
-        )
-    if table is not None and table.loading is not None and not table.loading.done:
-        raise SourceError(
-            f"refresh= was given with a table that is being loaded, {table.loading!r}; cancel() that first."
-        )
-    if table is not None and table.on_full == "error":
-        raise SourceError(
-            "refresh= was given with a table of on_full='error'; expected 'evict_oldest', 'evict_lowest_priority', or "
-            "'wait' with limits=gear.Limits(max_times_sampled=)."
-        )
-
-
-def _checked_shard(shard: Any) -> tuple[int, int]:
-    """Check `shard`."""
-    if shard is None:
-        return 0, 1
-    plain = isinstance(shard, tuple) and len(shard) == 2
-    if not (plain and all(isinstance(each, int) for each in shard) and 0 <= shard[0] < shard[1]):
-        raise SourceError(f"shard is {shown(shard)}; expected (number, count), as (rank, world_size).")
-    return int(shard[0]), int(shard[1])
-
-
-def _holds_all(table: Table, reader: EpisodeReader, lengths: np.ndarray, resume: bool) -> bool:
-    """Whether a table that is empty, or holds some of these episodes, can hold all, as far as it is known."""
-    schema, payload = table.schema, reader.payload
-    if payload is not None:
-        payload = FIRST + payload + len(lengths) * (HEADER + GRAIN * len(schema.ragged))
-    return (resume or not len(table)) and holds_all(table, lengths, payload)
+def _hold_all(tables: Sequence[Table], reader: EpisodeReader, lengths: np.ndarray, resume: bool) -> bool:
+    """Whether tables that are empty, or hold some of these episodes, can hold all, as far as it is known."""
+    for number, table in enumerate(tables):
+        schema, own = table.schema, lengths[number :: len(tables)]
+        payload = reader.payload
+        if payload is not None:
+            payload = FIRST + payload + len(own) * (HEADER + GRAIN * len(schema.ragged))
+        if (len(table) and not resume) or not holds_all(table, own, payload):
+            return False
+    return True
 
 
 def _begin(fill: Filling) -> None:
-    """Start the thread that fills a table."""
+    """Start the thread that fills tables."""
     fill.piece = BACKGROUND_BYTES
     count, steps = (None, None) if fill.lengths is None else (len(fill.lengths), int(fill.lengths.sum()))
     pieces = (fill.added for _ in fill.pieces())
-    fill.table._engine.loading = Loading(fill.reader.source, count, steps, pieces, num_loaded=fill.first)
+    loading = Loading(fill.reader.source, count, steps, pieces, num_loaded=fill.added)
+    for table in fill.tables:
+        table._engine.loading = loading
 
 
-def _begin_refresh(refreshing: Refreshing, resume: bool, wait: bool) -> None:
-    """Start the thread that refreshes a table; wait until it is full."""
-    table, reader, passes = refreshing.table, refreshing.reader, refreshing.passes
-    given = first_missing(table, reader.source, refreshing.lengths, passes.numbers) if resume else 0
-    full = threading.Event()
-    refreshing.when_full = full.set
-    steps = int(refreshing.lengths.sum()) * len(passes) // passes.count
+def _begin_refresh(
+    refreshing: list[Refreshing], given: list[int], record: PriorityRecord | None, wait: bool
+) -> None:
+    """Start the thread that refreshes tables, which were given so many episodes before; wait until they are full."""
+    first, full = refreshing[0], [threading.Event() for _ in refreshing]
+    for each, event in zip(refreshing, full, strict=True):
+        each.when_full = event.set
+    count = sum(len(each.order) for each in refreshing)
     loading = Loading(
-        reader.source,
-        len(passes),
-        steps,
-        refreshing.pieces(given),
-        num_loaded=given,
-        epochs=refreshing.refresh.epochs,
+        first.reader.source,
+        count,
+        int(first.lengths.sum()) * count // len(first.lengths),
+        together(
+            [each.pieces(before) for each, before in zip(refreshing, given, strict=True)], given, record
+        ),
+        num_loaded=sum(given),
+        epochs=first.refresh.epochs,
+        # It does little, and holds what draws wait for: the lock, and the interpreter.
+        low_priority=False,
+        update_priority=None if first.refresh.sampler is None else update_of(refreshing),
     )
-    table._engine.loading = loading
+    for each in refreshing:
+        each.table._engine.loading = loading
     try:
-        while wait and not full.wait(0.01) and not loading.done:
+        while wait and not all(event.wait(0.01) for event in full) and not loading.done:
             pass
     except BaseException:  # an interrupt
         loading.cancel()
         raise
     if loading.done:
         loading.wait()
-
-
-def _table_for(
-    reader: EpisodeReader,
-    lengths: np.ndarray,
-    final: bool,
-    block_steps: int | Literal["auto"],
-    payload: int | str | None,
-    name: str | None,
-    progress: bool,
-    *,
-    share: float = 1.0,
-) -> Table:
-    """A table of exactly the size of a reader's first episodes, of these lengths; or of a share of it, which evicts."""
-    count = len(lengths)
-    steps = max(int(lengths.sum() * share), int(lengths.max()))
-    finals = reader.finals if final else frozenset()
-    columns = {n: dataclasses.replace(c, final=True) if n in finals else c for n, c in reader.schema.items()}
-    try:
-        schema = Schema(columns)
-    except SchemaError as error:  # such as a name with control characters
-        raise SourceError(f"{reader.source}: {error}") from error
-    if schema.ragged and payload is None:
-        payload = int(
-            _payload_of(reader, schema, lengths, progress) * max(share, 2 * lengths.max() / lengths.sum())
-        )
-    packed = resolved_packing(schema, "auto")
-    in_blocks: int = resolved_block_steps(
-        schema, block_steps, None, max_steps=steps, max_trajectories=count, packed=packed
-    )
-    blocks = Table.required_blocks(lengths + bool(finals), in_blocks)
-    blocks = max(int(blocks * share), -(-(int(lengths.max()) + bool(finals)) // in_blocks))
-    return Table.create(
-        schema,
-        max_steps=steps,
-        max_trajectories=count,
-        memory=Memory(max_blocks=blocks, packed=packed, payload=payload),
-        block_steps=in_blocks,
-        name=name,
-        on_full="error" if share == 1.0 else "evict_oldest",
-    )
-
-
-def _payload_of(reader: EpisodeReader, schema: Schema, lengths: np.ndarray, progress: bool) -> int:
-    """Bytes that the values of any length of a reader's first episodes take in a table."""
-    told = len(lengths) == len(reader)  # what the first ones of them take it does not tell
-    return FIRST + int(_payloads(reader, schema, lengths, progress, told=told).sum())
-
-
-def _payloads(
-    reader: EpisodeReader,
-    schema: Schema,
-    lengths: np.ndarray,
-    progress: bool,
-    *,
-    told: bool = True,
-    fixed: np.ndarray | None = None,
-    most: int | None = None,
-) -> np.ndarray:
-    """As `_payload_of`, of each episode, int64 [n]; in proportion to their steps if the reader has `told` it.
-
-    Args:
-        most: bytes of the first episodes after which the others are not measured. fixed: what each takes besides.
-    """
-    columns = {name: column for name, column in schema.items() if column.ragged is not None}
-    if (told and reader.payload is not None) or not columns:
-        share = -(-(reader.payload or 0) * lengths // max(reader.num_steps, 1))
-        return np.asarray(share + bool(columns) * (HEADER + GRAIN * len(columns)))
-    taken = np.zeros(len(lengths), dtype=np.int64)
-    with progress_bar("Measuring", int(lengths.sum()), unit="steps", enabled=progress) as (advance, _):
-        for number, episode in enumerate(advancing(iter(reader), lengths, advance)):
-            where = f"{reader.source}, episode {number}{{}}: column "
-            values = {n: fitted(episode[n], c, f"{where}{n!r}", finite=False) for n, c in columns.items()}
-            with in_source(reader, number):
-                taken[number] = needed_bytes(with_records(schema, [values])[1]) - FIRST
-            if most is not None and fixed is not None:
-                most -= int(fixed[number] + taken[number])
-                if most < 0:
-                    break
-    return taken
-
-
-def _within(most: int, reader: EpisodeReader, lengths: np.ndarray, progress: bool) -> np.ndarray:
-    """The lengths of the first episodes that take so many bytes at most."""
-    taken = _bytes_of(reader, lengths, progress)
-    if reader.payload is not None and taken.sum() > most:  # how they share what the reader tells is not known
-        taken = _bytes_of(reader, lengths, progress, told=False, most=most)
-    count = int(np.searchsorted(np.cumsum(taken), most, side="right"))
-    if not count:
-        raise SourceError(
-            f"max_bytes={most:,} was given, and the first episode of {reader.source} takes {taken[0]:,}; expected room "
-            "for one at least."
-        )
-    return lengths[:count]
-
-
-def _bytes_of(
-    reader: EpisodeReader, lengths: np.ndarray, progress: bool, *, told: bool = True, most: int | None = None
-) -> np.ndarray:
-    """Bytes that each of a reader's first episodes takes, int64 [n]; as `_payloads`."""
-    schema = Schema(reader.schema)
-    fixed = lengths * schema.step_bytes + schema.trajectory_bytes
-    values = _payloads(reader, schema, lengths, progress, told=told, fixed=fixed, most=most)
-    return np.asarray(fixed + values)
-
-
-def _share_of(
-    most: int, payload: int | str | None, reader: EpisodeReader, lengths: np.ndarray, progress: bool
-) -> float:
-    """The share of a reader's first episodes that so many bytes hold, `payload` among them."""
-    if payload is None:
-        taken = _bytes_of(reader, lengths, progress)
-    else:
-        taken, most = lengths * Schema(reader.schema).step_bytes, most - byte_count("payload", payload)
-    if most < 2 * taken.max() and most < taken.sum():
-        raise SourceError(
-            f"max_bytes= leaves {most:,} bytes for the steps, and the longest episode of {reader.source} takes "
-            f"{int(taken.max()):,}; expected room for two at least."
-        )
-    return most / float(taken.sum())
-
-
-def _once_names(names: Any, table: Table | None) -> frozenset[str]:
-    """Check `per_trajectory`: the names that it holds."""
-    plain = isinstance(names, (Sequence, Set)) and not isinstance(names, str)
-    if not plain or not all(isinstance(name, str) for name in names):
-        raise SourceError(f"per_trajectory= is {shown(names)}; expected a list of names of columns.")
-    if len(names) and table is not None:
-        raise SourceError(
-            f"per_trajectory={list(names)!r} was given with a table; expected one of the two: a table's columns tell "
-            "it, by Column(per='trajectory')."
-        )
-    return frozenset(names)
-
-
-def _is_hdf5(path: Any) -> bool:
-    return isinstance(path, str) and path.lower().endswith((".hdf5", ".h5"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """A source that an opener makes of a name.
-
-    Attributes:
-        opener: returns a reader, or an iterable of episodes. name: its argument. options: of the opener alone.
-        shared: options of `load` that the opener takes too.
-    """
-
-    opener: Callable[..., Any]
-    name: str
-    options: Mapping[str, Any]
-    shared: frozenset[str]
-
-
-def _open(
-    source: Any,
-    options: dict[str, Any],
-    most: int | None,
-    schema: Mapping[str, Column] | None,
-    download: bool,
-    *,
-    finals: Collection[str] | None,
-    once: frozenset[str],
-    lazy: bool,
-) -> EpisodeReader:
-    if isinstance(source, Named):
-        own = once if schema is None else {name for name, column in schema.items() if column.trajectory}
-        known = {**options, "max_trajectories": most, "download": download, "per_trajectory": sorted(own)}
-        shared = {name: known[name] for name in known if name in source.shared}
-        once = frozenset() if "per_trajectory" in shared else once
-        source = source.opener(source.name, **source.options, **shared)
-        if "columns" in shared:
-            options = {**options, "columns": None}
-    listed = not isinstance(source, (EpisodeReader, str, os.PathLike)) and not _is_minari(source)
-    if once and not listed:
-        raise SourceError(
-            f"per_trajectory={sorted(once)!r} was given with {describe(source)}; expected an iterable of episodes: "
-            "files have a value for each step."
-        )
-    if isinstance(source, EpisodeReader):
-        reader = Following(source) if finals is None and not source.finals else source
-        if options["columns"] is None:
-            return reader
-        return Renamed(reader, select(requested(options["columns"], ()), list(reader.schema), reader.source))
-    if isinstance(source, (str, os.PathLike)):
-        if _is_hdf5(os.fspath(source)):
-            return read_hdf5(source, **options)
-        return read_minari(source, **options, download=download)
-    if _is_minari(source):
-        return read_minari(source, **options)
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Iterable):
-        source = map(source.__getitem__, range(len(source)))  # a map-style data set of torch
-    if (
-        isinstance(as_mapping(source), Mapping)
-        or not isinstance(source, Iterable)
-        or getattr(source, "ndim", 1) == 0
-    ):
-        raise SourceError(
-            f"{describe(source)} was received; expected a path, a Minari data set, a reader or an iterable of "
-            f"episodes. A single episode goes into a list: load([episode]). {how_to_cut(source)}"
-        )
-    if is_frame(source):
-        raise SourceError(f"{describe(source)} was received, whose rows are time steps. {how_to_cut(source)}")
-    lazy = lazy and isinstance(source, Iterator)
-    return IterableReader(source, most, schema, finals, once, lazy=lazy, **options)
-
-
-def _is_minari(source: Any) -> bool:
-    return hasattr(source, "storage") and hasattr(source, "iterate_episodes")

@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
 from gear_loader.errors import SourceError
 from gear_loader.utils.background import background_thread, lower_priority
@@ -16,12 +17,14 @@ _logger = logging.getLogger("gear_loader")
 
 
 class Loading:
-    """A thread that fills a table: `Table.loading`, after ``load_dataset(..., wait=False)``.
+    """A thread that fills a table, or several: `Table.loading`, after ``load_dataset(..., wait=False)``.
 
     Trajectories can be drawn as soon as they are added, in pieces of about 16 MiB. After an error, or a `cancel`, the
     table keeps what was added; ``load_dataset(..., table, resume=True)`` goes on, in another process too.
 
     With ``refresh=`` it goes on over several epochs, and each trajectory takes the place of another one.
+
+    Several tables have the same object. Closing one of them cancels it.
 
     Attributes:
         source: what is loaded. num_trajectories, num_steps: those of the source, or of the part of it that an epoch
@@ -39,10 +42,13 @@ class Loading:
         *,
         num_loaded: int = 0,
         epochs: int | None = 1,
+        low_priority: bool = True,
+        update_priority: Callable[[Any, Any], int] | None = None,
     ) -> None:
         """`pieces` adds trajectories, and yields how many there are so far, also while it waits."""
         self.source, self.num_trajectories, self.num_steps = source, num_trajectories, num_steps
         self.num_loaded, self.epochs = num_loaded, epochs
+        self._low_priority, self._update_priority = low_priority, update_priority
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._complete = False
@@ -88,6 +94,31 @@ class Loading:
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
             self._ended.wait(timeout)
 
+    def update_priority(self, index: Any, priority: Any) -> int:
+        """Set priorities of episodes of the source, whether they are in the table or not.
+
+        For ``refresh=Refresh(sampler=Prioritized(...))``; takes effect from the next episode that is drawn on. Does
+        not wait, and does not change priorities in the table.
+
+        Args:
+            index: integers [n], numbers of episodes, as the column `Refresh.number` of a batch has them.
+            priority: numbers [n], finite as float32 and not negative. Of equal numbers the last one counts.
+
+        Returns:
+            The number of rows that were skipped, because another rank fetches the episode.
+
+        Raises:
+            PriorityError: a priority is invalid, or `alpha` raises it beyond float32's range. Nothing was changed.
+            SourceError: there is no such episode; episodes are not fetched by priority, or by another process.
+            SchemaError: another shape or dtype.
+        """
+        if self._update_priority is None or os.getpid() != self._pid:
+            raise SourceError(
+                "update_priority() was called; expected loading with refresh=Refresh(sampler=Prioritized(...)), "
+                "of this process."
+            )
+        return self._update_priority(index, priority)
+
     def _stop(self) -> None:
         self._stopped.set()
 
@@ -102,7 +133,8 @@ class Loading:
         return f"<{self.source}: {state},{epoch} {count} trajectories>"
 
     def _run(self, pieces: Generator[int]) -> None:
-        lower_priority()
+        if self._low_priority:
+            lower_priority()
         try:
             with contextlib.closing(pieces):
                 for self.num_loaded in pieces:

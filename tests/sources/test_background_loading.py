@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +260,68 @@ def test_the_bytes_of_the_first_are_counted_where_only_all_are_told() -> None:
         assert len(table) == 2
     with load(reader, max_bytes=4000, progress=False) as table:
         assert len(table) == 6
+
+
+def several(count: int, **options: Any) -> list[gear.Table]:
+    memory = gear.Memory(payload=9999)
+    limits = {"max_steps": 99, "max_trajectories": 9, "memory": memory}
+    return [gear.Table.create(Reader().schema, **{**limits, **options}) for _ in range(count)]
+
+
+def tasks(tables: Sequence[gear.Table]) -> list[list[str]]:
+    return [[table[i]["task"] for i in table.indices().tolist()] for table in tables]
+
+
+def test_episodes_are_dealt_over_several_tables() -> None:
+    """By one pass of the reader; what some of them have already is not added again."""
+    dealt = [["task 0", "task 2", "task 4"], ["task 1", "task 3", "task 5"]]
+    tables = several(2)
+    reader = Reader(pause=4)
+    first = load(reader, tables, wait=False, statistics=True, progress=False)
+    loading = first.loading
+    assert first is tables[0]
+    assert loading is not None
+    assert loading is tables[1].loading
+    wait_until(lambda: loading.num_loaded == 3)
+    assert repr(loading) == "<Mine: loading, 3 of 6 trajectories>"
+    loading._stop()
+    reader.go.set()
+    loading.cancel()
+    assert 3 <= sum(map(len, tables)) < 6
+    load(Reader(), tables, resume=True, wait=False, statistics=True, progress=False)
+    assert tables[0].loading is not None
+    tables[0].loading.wait(60)
+    assert tasks(tables) == dealt
+    assert all(table.statistics is not None and table.statistics["x"].count == 21 for table in tables)
+    with pytest.raises(SourceError, match="holds others than the first of 3 of Mine"):
+        load(Reader(), tables[::-1], resume=True, progress=False)
+    load(Reader(), whole := several(2), progress=False)
+    assert tasks(whole) == dealt
+    with gear.distributed.Shards(several(2)) as shards:
+        load(Reader(), shards, progress=False)
+        assert tasks(list(shards.own.values())) == dealt
+        with pytest.raises(SourceError, match=r"shard=\(0, 2\) was given with Shards"):
+            load(Reader(), shards, shard=(0, 2))
+
+
+def test_an_error_leaves_several_tables_as_they_were() -> None:
+    tables = several(2)
+    tables[1].add({"x": np.ones(1, np.float32), "task": "own"})
+    with pytest.raises(SourceError, match="Mine, episode 5: it is damaged"):
+        load(Reader(broken=5), tables, progress=False)
+    assert tasks(tables) == [[], ["own"]]
+    for given, problem in (
+        ([], "expected a gear_loader.Table, a list of them"),
+        ([tables[0], 3], "expected a gear_loader.Table, a list of them"),
+        ([tables[0], tables[0]], "with the same table twice"),
+        (several(7), "7 tables were given, and Mine has 6 episodes; expected more"),
+        (
+            [
+                tables[0],
+                gear.Table.create({"x": gear.Column(torch.float32)}, max_steps=9, max_trajectories=9),
+            ],
+            "Table 1",
+        ),
+    ):
+        with pytest.raises(SourceError, match=problem):
+            load(Reader(), given, progress=False)

@@ -21,7 +21,7 @@ from waiting_common import wait_until
 import gear_loader as gear
 from gear_loader.errors import SourceError
 from gear_loader.sources import Episode, EpisodeReader, Refresh, load
-from gear_loader.sources.refreshing import Passes
+from gear_loader.sources.fetch_orders import EpisodeRange, Passes
 
 STEPS = 4
 LENGTHS = np.arange(30) % STEPS + 1
@@ -67,6 +67,11 @@ def held(table: gear.Table) -> list[int]:
 def order(passes: Passes, count: int) -> list[int]:
     found: list[int] = passes.numbers(np.arange(count)).tolist()
     return found
+
+
+def spread(pieces: Iterator[EpisodeRange]) -> list[int]:
+    """The episodes of pieces, one after another."""
+    return [number for piece in pieces for number in range(piece.first, piece.last)]
 
 
 def draws(reader: EpisodeReader, size: int, epochs: int) -> np.ndarray:
@@ -129,13 +134,10 @@ def test_epochs_are_permutations_that_shards_share() -> None:
     for each in epochs:
         assert all(each[each.index(g[0]) :][: len(g)] == g for g in groups)
     for epoch in range(4):
-        parts = [
-            [*np.concatenate([np.arange(*p) for p in Passes(starts, count, 5, r, 3).pieces(epoch)])]
-            for r in range(3)
-        ]
+        parts = [spread(Passes(starts, count, 5, r, 3).pieces(epoch)) for r in range(3)]
         assert [number for part in parts for number in part] == epochs[epoch]
         assert [len(Passes(starts, count, 5, r, 3)) for r in range(3)] == [len(p) for p in parts] == [3, 4, 4]
-    rest = [*np.concatenate([np.arange(*piece) for piece in whole.pieces(2, skip=5)])]
+    rest = spread(whole.pieces(2, skip=5))
     assert rest == epochs[2][5:]
 
 
@@ -230,6 +232,25 @@ def test_draws_over_shards_are_counted() -> None:
         for table in tables:
             table.close()
             table.unlink()
+
+
+def test_the_fetch_is_not_held_up_by_other_processes() -> None:
+    """A thread of low priority that is not scheduled holds what draws wait for; threads that read are of such."""
+    reading = list[int]()
+
+    class Noted(Numbered):
+        def between(self, first: int, last: int) -> Iterator[Episode]:
+            reading.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().between(first, last)
+
+    with table_of(5) as table:
+        load(Noted(40), table, refresh=True, progress=False)
+        assert table.loading is not None
+        thread = table.loading._thread.native_id
+        assert thread is not None
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, thread) == own
+        assert set(reading) == {10} or own >= 10
 
 
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])
@@ -346,3 +367,27 @@ def test_a_killed_refresh_goes_on(tmp_path: Path) -> None:
                 each.check_valid()
         finally:
             table.unlink()
+
+
+def test_refresh_of_several_tables_at_once() -> None:
+    """Each has a part of every epoch; one thread fetches for all, and all are cancelled together."""
+    tables = [table_of(5) for _ in range(2)]
+    reader = Numbered(40)
+    first = load(reader, tables, refresh=Refresh(epochs=2, samples_per_insert=0.01), progress=False)
+    loading = first.loading
+    assert (first, loading) == (tables[0], tables[1].loading)
+    assert loading is not None
+    assert [len(table) for table in tables] == [5, 5]
+    for table in tables:
+        table.sample(4)
+    loading.wait(60)
+    assert repr(loading) == "<Mine: loaded, epoch 1 of 2, 40 of 40 trajectories>"
+    for number, table in enumerate(tables):
+        assert held(table) == order(Passes(np.arange(40), 40, 0, number, 2), 40)[-5:]
+        assert table.stats().num_inserted == 40
+    load(reader, tables, refresh=Refresh(), progress=False, wait=False)
+    assert tables[0].loading is tables[1].loading
+    tables[1].close()
+    assert tables[0].loading is not None
+    assert tables[0].loading.done
+    tables[0].close()
