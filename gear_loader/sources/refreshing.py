@@ -170,7 +170,8 @@ class Refreshing:
         """Episodes; small pieces are read by several threads, ahead of what is asked for."""
         step_bytes = self.table.schema.step_bytes + (self.reader.payload or 0) / max(self.reader.num_steps, 1)
         ahead: deque[Future[list[_Fetched]]] = deque()
-        with ThreadPoolExecutor(_READERS, "gear-loader-reading", initializer=lower_priority) as pool:
+        threads = _READERS if len(self.reader.starts) > 1 else 1  # as `EpisodeReader.between` says
+        with ThreadPoolExecutor(threads, "gear-loader-reading", initializer=lower_priority) as pool:
             try:
                 for piece in pieces:
                     steps = self.lengths[piece.first : piece.last].sum()
