@@ -9,6 +9,7 @@ import numpy as np
 from gear_loader.errors import SourceError
 from gear_loader.sources.priority_record import PriorityDraws
 from gear_loader.storage import counters as at
+from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -28,6 +29,7 @@ class FetchedEpisodes:
         self._generations: Array = np.full(slots, -1)
         self._seen: Array = np.full(slots, np.nan, dtype=np.float32)  # priorities
         self._position = -1
+        draws.when_updated = self._set_in_table
 
     def resume(self, lengths: Array, numbers: Array, source: str) -> None:
         """Take in the episodes that the table holds, and their priorities.
@@ -58,7 +60,7 @@ class FetchedEpisodes:
         """Note episodes that were added with these priorities, float32 [n]."""
         self._numbers[slots], self._seen[slots] = numbers, priorities
         self._generations[slots] = self._table._engine.index.arrays.generation[slots]
-        self._draws.update(numbers, priorities)
+        self._draws.fetched(numbers, priorities)
 
     def follow(self, evict: Callable[[], object] = bool) -> None:
         """Take in the priorities that were set since the last call, and evict, at one moment."""
@@ -83,3 +85,10 @@ class FetchedEpisodes:
         priorities: Array = arrays.priority[slots]
         self._seen[slots] = priorities
         return self._numbers[slots], priorities
+
+    def _set_in_table(self, numbers: Array) -> None:
+        """Set the priorities of episodes, int64 [n], in the table, too: those that are resumed with."""
+        slots = np.flatnonzero(np.isin(self._numbers, numbers))
+        self._seen[slots] = priorities = self._draws.priority(self._numbers[slots])
+        updates = PriorityUpdates(slots, np.zeros_like(slots), self._generations[slots], priorities)
+        self._table._engine.revise(updates, strict=False)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,10 @@ class PriorityDraws:
 
     Attributes:
         maximum: the largest priority so far, at least 1.
+        when_updated: called with the episodes, int64 [n], that `update_later` has set, by the thread that draws.
     """
+
+    when_updated: Callable[[Array], object] = len
 
     def __init__(self, record: PriorityRecord, numbers: Array, sampler: Prioritized, key: int) -> None:
         self._record, self._numbers, self._sampler = record, numbers, sampler
@@ -117,6 +121,9 @@ class PriorityDraws:
         checked_leaves(self._sampler, priorities)
         mine: Array = self._numbers[self._places(numbers)] == numbers
         if mine.any():
+            self._record.priorities[numbers[mine]] = priorities[
+                mine
+            ]  # the process may be killed before the draw
             self._waiting.append((numbers[mine], priorities[mine]))
         return mine
 
@@ -135,6 +142,18 @@ class PriorityDraws:
                 self._tree.leaves[unset] = first_leaves(self._sampler, priorities[priorities.argmax()][None])
                 self._tree.build()
 
+    def apply(self) -> None:
+        """Apply what `update_later` was given; for the thread that draws."""
+        while self._waiting:
+            numbers, priorities = self._waiting.popleft()
+            self.update(numbers, priorities)
+            self.when_updated(numbers)
+
+    def fetched(self, numbers: Array, priorities: Array) -> None:
+        """Note the priorities, float32 [n], with which episodes, int64 [n], were added, unless others are known."""
+        new = np.isnan(self._record.priorities[numbers])
+        self.update(numbers[new], priorities[new])
+
     def priority(self, numbers: Array) -> Array:
         """Priorities of episodes that are fetched now, float32 [n]."""
         known = self._record.priorities[numbers]
@@ -146,8 +165,7 @@ class PriorityDraws:
         Raises:
             PriorityError: every priority is 0. SchemaError: the schedule of beta returned an invalid value.
         """
-        while self._waiting:
-            self.update(*self._waiting.popleft())
+        self.apply()
         places, leaves = self._tree.draw(1, key=self._key, step=number)
         mean = self._tree.total / len(self._numbers)
         return int(self._numbers[places[0]]), (mean / float(leaves[0])) ** self._sampler.beta_at(number)

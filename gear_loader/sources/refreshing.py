@@ -170,7 +170,8 @@ class Refreshing:
         """Episodes; small pieces are read by several threads, ahead of what is asked for."""
         step_bytes = self.table.schema.step_bytes + (self.reader.payload or 0) / max(self.reader.num_steps, 1)
         ahead: deque[Future[list[_Fetched]]] = deque()
-        with ThreadPoolExecutor(_READERS, "gear-loader-reading", initializer=lower_priority) as pool:
+        threads = _READERS if len(self.reader.starts) > 1 else 1  # as `EpisodeReader.between` says
+        with ThreadPoolExecutor(threads, "gear-loader-reading", initializer=lower_priority) as pool:
             try:
                 for piece in pieces:
                     steps = self.lengths[piece.first : piece.last].sum()
@@ -227,17 +228,19 @@ class Refreshing:
         return bool(enough and (counters[at.TIERED] or free >= blocks.sum()))
 
 
-def together(
-    fetches: list[Generator[int]], given: list[int], record: PriorityRecord | None = None
-) -> Generator[int]:
-    """EpisodeRange for several tables in turn; yields how many episodes all were given by now.
+def together(refreshing: list[Refreshing], given: list[int], record: PriorityRecord | None) -> Generator[int]:
+    """Fetch for several tables in turn; yields how many episodes all were given by now.
 
     Args:
-        fetches: of `Refreshing.pieces`. given: before, of each. record: that of the orders, which is closed at the end.
+        given: before, to each. record: of the orders, which is closed at the end.
     """
     with contextlib.ExitStack() as stack:
         if record is not None:
             stack.callback(record.close)
+        for each in refreshing:
+            if isinstance(each.order, PriorityOrder):
+                stack.callback(each.order.draws.apply)
+        fetches = [each.pieces(before) for each, before in zip(refreshing, given, strict=True)]
         left = {number: stack.enter_context(contextlib.closing(each)) for number, each in enumerate(fetches)}
         while left:
             for number, fetch in list(left.items()):

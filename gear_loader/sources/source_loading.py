@@ -325,9 +325,7 @@ def _begin_refresh(
         first.reader.source,
         count,
         int(first.lengths.sum()) * count // len(first.lengths),
-        together(
-            [each.pieces(before) for each, before in zip(refreshing, given, strict=True)], given, record
-        ),
+        together(refreshing, given, record),
         num_loaded=sum(given),
         epochs=first.refresh.epochs,
         # It does little, and holds what draws wait for: the lock, and the interpreter.

@@ -97,8 +97,8 @@ class Loading:
     def update_priority(self, index: Any, priority: Any) -> int:
         """Set priorities of episodes of the source, whether they are in the table or not.
 
-        For ``refresh=Refresh(sampler=Prioritized(...))``; takes effect from the next episode that is drawn on. Does
-        not wait, and does not change priorities in the table.
+        For ``refresh=Refresh(sampler=Prioritized(...))``; takes effect from the next episode that is drawn on, also on
+        rows of the table. Does not wait.
 
         Args:
             index: integers [n], numbers of episodes, as the column `Refresh.number` of a batch has them.

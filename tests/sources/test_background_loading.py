@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -302,6 +303,15 @@ def test_episodes_are_dealt_over_several_tables() -> None:
         assert tasks(list(shards.own.values())) == dealt
         with pytest.raises(SourceError, match=r"shard=\(0, 2\) was given with Shards"):
             load(Reader(), shards, shard=(0, 2))
+
+
+def test_a_rank_of_shards_takes_its_part() -> None:
+    """What `Shards` tell of a rank of three; a stage without columns of its own has no table to fill."""
+    (table,) = several(1)
+    load(Reader(), SimpleNamespace(own={1: table}, num_shards=3), progress=False)
+    assert tasks([table]) == [["task 2", "task 3"]]
+    with pytest.raises(SourceError, match="on a rank that holds the columns of a later stage"):
+        load(Reader(), SimpleNamespace(own={}, num_shards=3), progress=False)
 
 
 def test_an_error_leaves_several_tables_as_they_were() -> None:

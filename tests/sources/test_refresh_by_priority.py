@@ -140,8 +140,18 @@ def test_priorities_by_number_and_columns_of_a_table_that_is_made(tmp_path: Path
         other = gear.Table.create(made.schema, max_steps=12, max_trajectories=3, on_full="evict_oldest")
         with pytest.raises(SourceError, match="is used by another load"):
             load(Numbered(COUNT), other, refresh=refresh, resume=True, progress=False)
+        assert np.load(tmp_path / "priorities.npy")[[3, 19]].tolist() == [5.0, 2.0]
         made.sample(40)
-        wait_until(lambda: np.load(tmp_path / "priorities.npy")[[3, 19]].tolist() == [5.0, 2.0])
+        wait_until(lambda: loading.num_loaded >= 15)
+        again = np.arange(COUNT)[::-1] + 1.0
+        loading.update_priority(np.arange(COUNT), again)
+        before = loading.num_loaded
+        made.sample(2 * STEPS)
+        wait_until(lambda: loading.num_loaded > before)
+        loading.cancel()
+        options = {"resume": True, "wait": False, "progress": False}
+        load(Numbered(COUNT), made, refresh=refresh, **options)
+        assert np.load(tmp_path / "priorities.npy").tolist() == again.tolist()
     with load(Numbered(COUNT), table_of(3), progress=False, refresh=Refresh()) as plain:
         loading = plain.loading
         assert loading is not None
