@@ -104,7 +104,10 @@ class Archive:
         local = {segment.number for segments in both for segment in segments if not segment.archive}
         now = () if manifest is None else manifest.segments
         self._moved = tuple(each for each in now if each.archive and each.number not in local)
-        self._unsettled = any(each.archive and each.number in local for each in now)
+        given = {each.archive for each in now}
+        self._unsettled = any(each.archive and each.number in local for each in now) or any(
+            each.archive not in given for segments in both for each in segments if each.archive
+        )
         here = {segment.number for segment in now if not segment.archive}
         self._queue = tuple(segment for segment in self._queue if segment.number in here)
         for number in list(self._confirmed):
@@ -114,7 +117,7 @@ class Archive:
 
     @property
     def wants_write(self) -> bool:
-        """Whether the manifest does not say yet where segments are, or the one before it still needs local files."""
+        """Whether the manifest does not say where segments are, or the one before it still needs files or objects."""
         return bool(self._confirmed) or self._unsettled
 
     @property

@@ -54,6 +54,8 @@ _SLOW_TICK = 0.1
 """The same while nothing can be moved to disk."""
 _ARCHIVED_FROM = 0.75
 """Share of `Disk.size` from which on segments go to the archive, if there is one."""
+_REWRITE_PAUSE = 600.0
+"""Seconds from a failed write on in which no segments of the archive are rewritten."""
 _logger = logging.getLogger("gear_loader")
 
 
@@ -165,6 +167,7 @@ class WriteBehind:
             None if place.disk.archive is None else Archive(place.disk.archive, place.directory, table.schema)
         )
         self._archived_bytes = 0
+        self._rewrite_at = 0.0
         self._finalizer = weakref.finalize(table._engine, self._abandon)
         self._finalizer.atexit = False
         _writers.add(self)
@@ -373,7 +376,8 @@ class WriteBehind:
 
     def _save(self, table: Table) -> Save:
         """Write once; in a table with a disk tier evict by its policy, and repeat, while the files are too large."""
-        place = self._place
+        place, archive = self._place, self._archive
+        from_archive = archive is not None and not archive.error and time.monotonic() >= self._rewrite_at
         while True:
             known = place.on_disk
             save = Save(table, place.directory, place.manifest, known)
@@ -382,10 +386,20 @@ class WriteBehind:
             # Until the new checkpoint is known: an exception may come between any two lines.
             place.is_uncertain, place.on_disk = True, None
             try:
-                save.run_behind(place.previous, self._arena, self._note)
+                save.run_behind(place.previous, self._arena, self._note, from_archive=from_archive)
             except BaseException as error:
                 place.on_disk = None if save.has_changed else known
                 place.is_uncertain = save.has_changed  # its files may be there still
+                if (
+                    from_archive
+                    and isinstance(error, CheckpointError)
+                    and not isinstance(error, DiskFullError)
+                ):
+                    # Without it, as it may be the store that has failed.
+                    from_archive, self._rewrite_at = False, time.monotonic() + _REWRITE_PAUSE
+                    if place.is_uncertain:
+                        place.look()
+                    continue
                 if not isinstance(error, DiskFullError):
                     raise
                 if self._archive is not None and self._archive.make_room(self._local(save.on_disk)):

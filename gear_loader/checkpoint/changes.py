@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from gear_loader.storage.readers import Ticket
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array
 
+_SPARSE = 0.25
+"""Share of live rows up to which a segment in an archive is rewritten."""
+_FILLED_BY_REWRITING = 0.5
+"""Share of `Disk.size` that rewriting such segments may fill; from more on segments go to the archive."""
 _NO_SLOTS: Array = np.empty(0, dtype=np.int64)
 
 
@@ -223,6 +227,36 @@ class OnDisk:
                 dropped.add(number)
                 rewritten += live[number]
         return dropped
+
+    def sparse_in_archive(
+        self,
+        changes: SavedChanges,
+        dropped: Collection[int],
+        bytes_of: Callable[[Segment], int],
+        most_bytes: int,
+        most_steps: int | None,
+    ) -> set[int]:
+        """Numbers of segments in the archive to bring back: few of their rows are live, which then lie on the disk.
+
+        Args:
+            dropped: what `sparsest` has returned. bytes_of: bytes of a segment. most_bytes: of what is brought back.
+            most_steps: as for `sparsest`, of which some are left.
+        """
+        live = self.live_after(changes)
+        local = [each for number, each in self.segments.items() if not each.archive and number not in dropped]
+        steps = sum(each.steps for each in local) + int(rows_of(changes.unwritten()[1]).sum())
+        steps += sum(live[number] for number in dropped if not self.segments[number].archive)
+        room = math.inf if most_steps is None else most_steps * _FILLED_BY_REWRITING - steps
+        found: set[int] = set()
+        for number in sorted((n for n, each in self.segments.items() if each.archive), key=live.__getitem__):
+            segment, rows = self.segments[number], live[number]
+            if not rows or rows > segment.steps * _SPARSE:
+                continue
+            room, most_bytes = room - rows, most_bytes - bytes_of(segment) * rows // segment.steps
+            if room < 0 or most_bytes < 0:
+                break
+            found.add(number)
+        return found
 
     def rewriting(self, changes: SavedChanges, dropped: Collection[int]) -> SavedChanges:
         """The changes, and that the trajectories in some segments have to be written."""

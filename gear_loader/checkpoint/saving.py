@@ -249,7 +249,12 @@ class Save:
         return changes
 
     def run_behind(
-        self, previous: Manifest | None, arena: Arena, note: Callable[[Save], None] = lambda save: None
+        self,
+        previous: Manifest | None,
+        arena: Arena,
+        note: Callable[[Save], None] = lambda save: None,
+        *,
+        from_archive: bool = False,
     ) -> None:
         """Save the table as it is at one moment, but for trajectories that are evicted before they are copied.
 
@@ -261,6 +266,8 @@ class Save:
             previous: manifest of the checkpoint before the previous one, if it is there.
             arena: memory of the copies.
             note: called when the new checkpoint is in place, before files that it has no use for are removed.
+            from_archive: whether to bring back what is live of sparse segments in the archive. Where the store fails,
+                so does the save.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._swept(previous))
@@ -271,6 +278,10 @@ class Save:
                     dropped = self.on_disk.sparsest(
                         changes, budget, MAX_SEGMENTS_BEHIND, self._most_steps(changes)
                     )
+                    if from_archive:
+                        dropped |= self.on_disk.sparse_in_archive(
+                            changes, dropped, self._segment_bytes, REWRITE_BYTES, self._most_steps(changes)
+                        )
                     changes = self.on_disk.rewriting(changes, dropped)
                     self._check_room(changes, dropped)
                     newest, *older = self._groups(changes)
@@ -350,6 +361,9 @@ class Save:
                 f"most {tier.size:,} (Disk.size). Raise size, or remove trajectories.",
                 max(1, live - most + most // 32),  # a little more, so that this is rare
             )
+
+    def _segment_bytes(self, segment: Segment) -> int:
+        return sum(segment.bytes(name, column) for name, column in stored_columns(self.schema).items())
 
     def _bytes(self, changes: SavedChanges) -> int:
         slots, records = changes.unwritten()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import io
 import math
 import os
-from typing import Any
+import threading
+from typing import IO, Any
 
 import numpy as np
 
@@ -81,6 +84,70 @@ class ReadError(Exception):
     """Rows or a description of an array cannot be read."""
 
 
+class _NoCollection:
+    """Context manager, of all threads together, in which Python collects no garbage by itself."""
+
+    def __init__(self) -> None:
+        self._mutex, self._inside, self._enabled = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if not self._inside:
+                self._enabled = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._mutex:
+            self._inside -= 1
+            if not self._inside and self._enabled:
+                gc.enable()
+
+
+_no_collection = _NoCollection()
+
+
+class RemoteHDF5(io.RawIOBase):
+    """A file at an address, for h5py.
+
+    h5py holds its lock while it reads, and takes it to end an object. The thread that moves the bytes would wait for it
+    there without end, if it collected garbage with such objects: so nobody does meanwhile.
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file: Any = file
+
+    @property
+    def failure(self) -> Exception | None:
+        """What reading has raised last."""
+        found: Exception | None = getattr(self._file, "failure", None)
+        return found
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """The byte that is read next."""
+        return int(self._file.tell())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of `io.IOBase`."""
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        """As of `io.RawIOBase`."""
+        with _no_collection:
+            return int(self._file.readinto(buffer))
+
+
 class open_file:
     """Context manager that opens an HDF5 file for reading.
 
@@ -96,7 +163,7 @@ class open_file:
         path = files[0]
         if not is_address(path) and not os.path.isfile(path):
             raise SourceError(f"{source} does not exist any more; expected data that stay as they are.")
-        self._raw = files.open(path, whole=False) if is_address(path) else None
+        self._raw = RemoteHDF5(files.open(path, whole=False)) if is_address(path) else None
         try:
             self._file = h5py.File(path if self._raw is None else self._raw, "r")
         except Exception as error:  # the HDF5 library reports damage with several types

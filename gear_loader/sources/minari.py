@@ -26,6 +26,7 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
+from gear_loader.sources.hdf5_file import RemoteHDF5
 from gear_loader.sources.recording import check_leaves, leaf_column, leaves
 from gear_loader.sources.source_files import SourceFolder
 from gear_loader.storage.schema import Column
@@ -125,7 +126,7 @@ def _open_remote(minari: Any, folder: SourceFolder) -> Any:
             (Path(local) / "metadata.json").write_bytes(text)
             (Path(local) / _DATA).touch()
             dataset = minari.MinariDataset(local)
-        dataset.storage._file_path = folder.open(data, whole=False)
+        dataset.storage._file_path = RemoteHDF5(folder.open(data, whole=False))
         return dataset
     except (SourceError, ImportError):
         raise

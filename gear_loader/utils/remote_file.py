@@ -28,7 +28,7 @@ def read_ranges(
         address: of the first file, for errors.
 
     Raises:
-        FileNotFoundError: there is no such file. error: the store refuses, or fails until the deadline.
+        error: the store refuses, or fails until the deadline; or there is no such file.
     """
     found: dict[int, bytes] = {}
 
@@ -55,7 +55,13 @@ def read_ranges(
         if failure is not None:
             raise failure
 
-    repeated(attempt, address, "read", error)
+    try:
+        repeated(attempt, address, "read", error)
+    except FileNotFoundError as missing:
+        raise error(
+            f"{address}, or a file that is read with it, is not there, although it was listed or asked for before. "
+            "Expected data that stay as they are."
+        ) from missing
     return [found[number] for number in range(len(pieces))]
 
 
