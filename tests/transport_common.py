@@ -55,6 +55,9 @@ class Proxy:
         self.address = f"socket://127.0.0.1:{self._listener.getsockname()[1]}"
         self.swallow = threading.Event()
         """Drop the next answer of the server, and its connection."""
+        self.flows = threading.Event()
+        """While it is not set nothing is forwarded, and no connection closed: a link that is down."""
+        self.flows.set()
         self.heard = bytearray()
         """All bytes, in both directions."""
         self._ends: list[socket.socket] = []
@@ -78,6 +81,7 @@ class Proxy:
     def _forward(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.flows.wait()
                 self.heard += data
                 if answers and self.swallow.is_set():
                     self.swallow.clear()
@@ -100,6 +104,7 @@ class Proxy:
         self.close()
 
     def close(self) -> None:
+        self.flows.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()

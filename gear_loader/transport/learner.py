@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gear_loader.collection.windows import has_whole, reads
+import numpy as np
+
+from gear_loader.collection.windows import has_whole, reads, windows_of
 from gear_loader.dataset import ReplayDataset
 from gear_loader.dataset.options import Prefetch, Ranks
 from gear_loader.dataset.origin import Origin
@@ -197,18 +199,22 @@ class Learner:
 
     def _check_size(self, dataset: ReplayDataset, batch_size: Any) -> int:
         """About how many bytes a batch takes; refuse those that would take more than one learner may have."""
-        schema = self._table.schema
-        steps = batch_size.max_steps if isinstance(batch_size, Steps) else 0
+        if isinstance(batch_size, Steps):
+            return self._checked_bytes(dataset.windows, dataset.batch_size, batch_size.max_steps)
         average = -(-self._table.num_steps // max(1, len(self._table)))
-        size = 0
-        for source, window in reads(schema, dataset.windows):
+        # Of whole trajectories about as many steps as there are on average.
+        return self._checked_bytes(dataset.windows, batch_size, batch_size * average)
+
+    def _checked_bytes(self, windows: Any, rows: int, steps: int) -> int:
+        """Bytes of so many rows, of whole trajectories with so many steps; SchemaError if they are too many."""
+        schema, size = self._table.schema, 0
+        for source, window in reads(schema, windows):
             column = schema[source]
-            length = 1 if column.trajectory else average if has_whole(dataset.windows) else window.length
-            rows = steps if steps and not column.trajectory else dataset.batch_size * length
-            size += rows * column.step_bytes
+            count = rows if column.trajectory else steps if has_whole(windows) else rows * window.length
+            size += count * column.step_bytes
         if size > self._most_bytes:
             raise SchemaError(
-                f"Batches of about {size:,} bytes were asked for; this server sends at most {self._most_bytes:,} at a "
+                f"About {size:,} bytes were asked for; this server sends at most {self._most_bytes:,} at a "
                 "time. Ask for fewer rows."
             )
         return size
@@ -421,6 +427,11 @@ class Learner:
 
     def _gather(self, given: Mapping[str, Any], values: Any) -> Any:
         windows = options_from_json({"windows": given["windows"]})["windows"]
+        slots = np.asarray(values["index"])
+        if slots.ndim == 1 and slots.dtype.kind in "iu":  # else `gather` says what is wrong
+            lengths = self._table._engine.reader().index_arrays()[0][:, 0]
+            steps = int(lengths.take(slots, mode="clip").sum())
+            self._checked_bytes(windows_of(self._table.schema, windows, None), len(slots), steps)
         return self._table.gather(values["index"], values.get("anchor"), windows=windows)
 
     def _rows(self, _: Mapping[str, Any], __: Any) -> Any:

@@ -181,8 +181,8 @@ def test_returns_in_a_spec() -> None:
 def test_versions_and_kinds_of_headers() -> None:
     """The first bytes are the same in every version."""
     assert Header(Kind.HELLO, 0, 1, 2).pack()[:16] == b"GEARWIRE" + bytes([8, 0, 1, 0, 0, 0, 0, 0])
-    with pytest.raises(VersionError, match="version 8; this side speaks version 7"):
-        Header.parse(memoryview(Header(Kind.HELLO, 0, 1, 2).pack(version=8)))
+    with pytest.raises(VersionError, match="version 9; this side speaks version 8"):
+        Header.parse(memoryview(Header(Kind.HELLO, 0, 1, 2).pack(version=9)))
     with pytest.raises(ProtocolError, match="kind 99; expected 1 to 30"):
         Header.parse(memoryview(Header(99, 0, 0, 0).pack()))  # type: ignore[arg-type]
 
