@@ -29,12 +29,14 @@ from gear_loader.collection.windows import (
     check_layout,
     chosen_parts,
     has_whole,
+    is_late,
     ragged_of,
     reach_of,
     reads,
     source_of,
     timed_of,
     windows_of,
+    without_late,
 )
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.plan import LENGTH, MASK, OUT, STEP_BYTES
@@ -253,7 +255,8 @@ def _described(tensor: torch.Tensor) -> str:
 def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[str, torch.Tensor]) -> Batch:
     count, key, known = len(rows), tuple(windows.items()), _known.get(table)
     if known is None or known[0] != key:  # a proxy: the value must not keep its key
-        layout = PaddedLayout(table.schema, windows, batch_size=0, returns="at once")
+        plain = without_late(table.schema, windows)
+        layout = PaddedLayout(table.schema, plain, batch_size=0, returns="at once")
         known = _known[table] = key, layout, RowGather(weakref.proxy(table), layout)
     layout, gatherer = known[1:]  # this call's; another thread may replace the entry
     kinds = layout.mask_kinds
@@ -279,9 +282,9 @@ def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
         each.compute(batch["anchor"])
     batch.update(given)
     batch.update(read_ragged(table, layout.ragged, batch))
-    if timed_of(windows):
-        times = TimedSource(TableSource(table), table.schema, windows, count)
-        batch.update(times.read_times(rows, batch["mask"]))
+    if is_late(table.schema, windows):
+        late = TimedSource(TableSource(table), table.schema, windows, count)
+        batch.update(late.read_late(rows, batch))
     return batch
 
 

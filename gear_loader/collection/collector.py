@@ -24,7 +24,7 @@ from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.ragged_cuda import RaggedCuda
 from gear_loader.collection.ragged_values import only_records, read_ragged
 from gear_loader.collection.timed import TimedSource
-from gear_loader.collection.windows import ROW_KEYS, only_host_gathers, timed_of
+from gear_loader.collection.windows import ROW_KEYS, is_late, only_host_gathers, without_late
 from gear_loader.kernels.devices import multiprocessors
 from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.ragged import Ragged
@@ -282,7 +282,9 @@ def collector_for(
         zero_copy: whether the device reads the tables; None to pin the only one, unless it lies on a GPU.
         decode: whether a GPU decodes jpegs.
     """
-    tables, pinning, timed = source.tables, False, bool(timed_of(windows))
+    tables, pinning = source.tables, False
+    timed, given_windows = is_late(tables[0].schema, windows), windows
+    windows = without_late(tables[0].schema, windows)
     options: dict[str, Any] = {"keys": source.keys, "weighs": weighs, "informs": informs}
     on_gpu = device.type == "cuda"
     here = tables[0]._engine.device
@@ -301,11 +303,11 @@ def collector_for(
             decodes_on=device if on_gpu and decode else None,
         )
 
-    host, staged = on_host(arrays=True), only_host_gathers(tables[0].schema, windows)
+    host, staged = on_host(arrays=True), only_host_gathers(tables[0].schema, given_windows)
     text = all(values.kind != "array" for values in host.ragged.values())
     if timed:
         given = {"pinned": on_gpu, "decodes_on": device if on_gpu and decode else None}
-        source = TimedSource(source, tables[0].schema, windows, batch_size, **given)
+        source = TimedSource(source, tables[0].schema, given_windows, batch_size, **given)
     if tree or (staged and (text or timed or tables[0]._engine.has_tier or source.only is None)):
         zero_copy = False
     if zero_copy is None and here is not None:

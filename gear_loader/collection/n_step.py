@@ -55,7 +55,8 @@ class NStep:
         gamma: discount of a step, from 0 to 1.
         done: column of shape ``()`` or ``(1,)`` that is not zero where the trajectory terminates; not where it is
             truncated.
-        next: column, or columns, to deliver at the bootstrap step: the observation.
+        next: column, or columns, to deliver at the bootstrap step: the observation. If one has values of any length,
+            all are gathered when the returns have been computed, by the CPU.
 
     Example: ``windows={"obs": Window(1), "target": NStep("reward", n=3, gamma=0.99, done="terminated", next="obs")}``,
     and the observation to bootstrap from is ``batch["target"]["next"]``.

@@ -1,8 +1,9 @@
-"""Windows of times (`Window.timestamps`): the steps nearest to them are found, then gathered as windows of one step.
+"""Windows whose steps are known when others have been read: of times (`Window.timestamps`), the steps nearest to them;
+and values of any length of `NStep.next`, at the bootstrap steps. They are gathered as windows of one step.
 
-Movers know nothing of times. `TimedSource` reads a batch in turns, each by a mover of its own: the other windows, with
-the anchors' times in place of windows of times; the times around the anchors, as far as they are needed; and for each
-set of times as many rows as a row has of them, of which each has another anchor.
+Movers know nothing of this. `TimedSource` reads a batch in turns, each by a mover of its own: the other windows, with
+the anchors' times in place of windows of times; the times around the anchors, as far as they are needed; for each set
+of times as many rows as a row has of them, of which each has another anchor; and the bootstrap steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gear_loader.collection.movers import GoneRowsError, HostMover, RowMover
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.padded import PaddedHost, PaddedLayout
 from gear_loader.collection.references import can_count
-from gear_loader.collection.windows import source_of, steps_only, timed_of
+from gear_loader.collection.windows import next_of, source_of, steps_only, timed_of
 from gear_loader.errors import SchemaError
 from gear_loader.native.nearest import EARLIER, INVALID, LATER, RESOLVED, nearest_steps
 from gear_loader.storage.ragged import Ragged, arranged
@@ -69,10 +70,10 @@ class _Reusable:
 
 
 class TimedSource:
-    """A source of rows, whose batches have windows of times: a `RowSource`.
+    """A source of rows, whose batches have windows of times, or next values of any length: a `RowSource`.
 
     Args:
-        source: has the rows. schema: of them. windows: of a batch, some of times. batch_size: most rows of a batch.
+        source: has the rows. schema: of them. windows: of a batch. batch_size: most rows of a batch.
         options: of the movers, see `HostMover`.
     """
 
@@ -95,6 +96,10 @@ class TimedSource:
         self._parts = {
             times: self._reader(self._single(names), batch_size * len(times.at))
             for times, names in self._sets.items()
+        }
+        self._next = {
+            name: (spec, self._reader({each: Window(1, squeeze=True) for each in spec.delivered}, batch_size))
+            for name, spec in next_of(schema, windows).items()
         }
         self._lines: dict[tuple[str, int, int], tuple[Any, _Reusable]] = {}
         self._reach = dict.fromkeys((times.column for times in self._sets), (_FIRST, _FIRST))
@@ -124,7 +129,8 @@ class TimedSource:
 
     @property
     def _others(self) -> list[Any]:
-        return [source for source, _ in (*self._parts.values(), *self._lines.values())]
+        readers = *self._parts.values(), *self._lines.values(), *(each for _, each in self._next.values())
+        return [source for source, _ in readers]
 
     @property
     def num_gone(self) -> int:
@@ -145,31 +151,47 @@ class TimedSource:
         while True:
             self._source.read(mover, buffers, rows)
             try:
-                found = self.read_times(rows, buffers.rows(len(rows)).get("mask"))
+                found = self.read_late(rows, buffers.rows(len(rows)))
             except GoneRowsError as error:  # those of other nodes may leave between two requests
                 rows.without(error.rows, self._source)
                 continue
             buffers.ragged = {**buffers.ragged, **found}
             return
 
-    def read_times(self, rows: Any, mask: Any) -> dict[str, Any]:
-        """The windows of times of a batch, and its mask.
+    def read_late(self, rows: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What a batch has in place of what it shows: the windows of times and its mask, and returns with `next`.
 
         Args:
-            rows: of the source. mask: of the other windows.
+            rows: of the source. batch: of the other windows.
         """
+        found = self._read_times(rows, batch.get("mask")) if self._timed else {}
+        for name, (spec, (source, pool)) in self._next.items():
+            returns = {key: value.clone() for key, value in batch[name].items()}
+            read = self._read_steps(source, pool, rows, np.arange(len(rows)), returns["bootstrap"].numpy())
+            following = {each: read[each] for each in spec.delivered}
+            alone = following[spec.delivered[0]]
+            found[name] = {**returns, "next": following if isinstance(spec.next, tuple) else alone}
+        return found
+
+    @staticmethod
+    def _read_steps(source: Any, pool: _Reusable, rows: Any, which: Array, steps: Array) -> dict[str, Any]:
+        """Windows of one step of some rows, at other anchors."""
+        buffers = pool.take()
+        try:
+            source.read(pool.mover, buffers, rows.moved(which, steps))
+            ragged, buffers.ragged = buffers.ragged, {}
+            return {**buffers.lend(len(which)), **ragged}
+        finally:
+            pool.give(buffers)
+
+    def _read_times(self, rows: Any, mask: Any) -> dict[str, Any]:
+        """The windows of times of a batch, and its mask; mask: of the other windows."""
         steps, found, masks = self._resolve(rows), dict[str, Any](), dict[str, torch.Tensor]()
         for times, names in self._sets.items():
             chosen, fits = steps[times]
             source, pool = self._parts[times]
             which = np.repeat(np.arange(len(rows)), len(times.at))
-            buffers = pool.take()
-            try:
-                source.read(pool.mover, buffers, rows.moved(which, chosen.reshape(-1)))
-                ragged, buffers.ragged = buffers.ragged, {}
-                batch = {**buffers.lend(len(which)), **ragged}
-            finally:
-                pool.give(buffers)
+            batch = self._read_steps(source, pool, rows, which, chosen.reshape(-1))
             for name in names:
                 shape = (len(rows), *chosen.shape[1:]) if not self._timed[name].squeeze else (len(rows),)
                 found[name] = _arranged(batch[name], shape)

@@ -236,6 +236,28 @@ def timed_of(windows: Mapping[str, Window | NStep | Whole]) -> dict[str, Window]
     }
 
 
+def next_of(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> dict[str, NStep]:
+    """The returns whose `NStep.next` has values of any length, which are read when the bootstrap steps are known."""
+    return {
+        name: window
+        for name, window in windows.items()
+        if isinstance(window, NStep) and not schema.ragged.keys().isdisjoint(window.delivered)
+    }
+
+
+def without_late(
+    schema: Schema, windows: Mapping[str, Window | NStep | Whole]
+) -> dict[str, Window | NStep | Whole]:
+    """The windows without what `gear_loader.collection.timed` reads after them, apart from windows of times."""
+    late = {name: dataclasses.replace(each, next=None) for name, each in next_of(schema, windows).items()}
+    return {**windows, **late}
+
+
+def is_late(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> bool:
+    """Whether some windows are read after the others."""
+    return bool(timed_of(windows) or next_of(schema, windows))
+
+
 def reads(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> list[tuple[str, Window]]:
     """The columns that windows read, those of times among them, and the windows of steps of each."""
     timed = timed_of(windows)
@@ -266,16 +288,11 @@ def _check_ragged(schema: Schema, windows: Mapping[str, Window | NStep | Whole])
     """Raise SchemaError if windows ask more of ragged columns than a copy."""
     named = {part: name for name, parts in chosen_parts(windows).items() for part in parts}
     for name in ragged_of(schema, {**expand(schema, windows)[0], **timed_of(windows)}):
-        window = windows.get(named.get(name, name))
-        if (
-            window is None
-            or isinstance(window, NStep)
-            or window.dtype is not None
-            or window.scale is not None
-        ):
+        window = windows.get(named.get(name, name))  # None of what `NStep.next` delivers
+        if isinstance(window, (Window, Whole)) and not (window.dtype is None and window.scale is None):
             raise SchemaError(
-                f"The window {name!r} reads a ragged column, as a part of an NStep or with dtype or scale; expected a "
-                "gear_loader.Window or gear_loader.Whole without."
+                f"The window {name!r} reads a ragged column with dtype or scale; expected a gear_loader.Window or "
+                "gear_loader.Whole without."
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collection.batches import Batch, loader_error, refuse
-from gear_loader.collection.windows import has_whole, ragged_of, timed_of
+from gear_loader.collection.windows import has_whole, next_of, ragged_of, timed_of
 from gear_loader.dataset.mixed_batches import MixedBatches, can_mix
 from gear_loader.dataset.position import Position
 from gear_loader.dataset.replay_dataset import ReplayDataset
@@ -330,7 +330,8 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
                 f"Source {name!r} has batch_size=Steps(...), Shards or an output other than 'dict'; expected a "
                 "ReplayDataset of a Table with a batch_size in rows that yields dicts."
             )
-        apart = {**ragged_of(dataset.table.schema, dataset.windows), **timed_of(dataset.windows)}
+        schema, windows = dataset.table.schema, dataset.windows
+        apart = {**ragged_of(schema, windows), **timed_of(windows), **next_of(schema, windows)}
         if apart:
             raise SchemaError(
                 f"Source {name!r} has the windows {list(apart)} of ragged columns or with timestamps; expected none in "
@@ -461,15 +462,15 @@ def _joined_trees(parts: Sequence[Mapping[str, Any]], steps: Iterable[str]) -> d
         before, groups = before + more, groups + int(group.max()) + 1
     found["parent"], found["group"] = torch.cat(parents), torch.cat(numbers)
     lengths = [part["cu_seqlens"].diff() for part in parts]
-    sizes = [length[:count] for length, count in zip(lengths, counts, strict=True)]
-    sizes = torch.cat(sizes + [length[count:] for length, count in zip(lengths, counts, strict=True)])
+    heads = [length[:count] for length, count in zip(lengths, counts, strict=True)]
+    sizes = torch.cat(heads + [length[count:] for length, count in zip(lengths, counts, strict=True)])
     found["cu_seqlens"] = torch.cat((sizes.new_zeros(1), sizes.cumsum(0, dtype=sizes.dtype)))
     ends = [int(part["cu_seqlens"][count]) for part, count in zip(parts, counts, strict=True)]
     for name in steps:
         values = [part[name] for part in parts]
-        heads = [_some(value, 0, end) for value, end in zip(values, ends, strict=True)]
-        tails = [_some(value, end, len(value)) for value, end in zip(values, ends, strict=True)]
-        found[name] = _joined_values(heads + tails)
+        parted = [_some(value, 0, end) for value, end in zip(values, ends, strict=True)]
+        parted += [_some(value, end, len(value)) for value, end in zip(values, ends, strict=True)]
+        found[name] = _joined_values(parted)
     return found
 
 

@@ -26,10 +26,10 @@ from gear_loader.collection.windows import (
     Whole,
     expand,
     has_whole,
+    is_late,
     reads,
     single_steps,
     steps_only,
-    timed_of,
     windows_of,
 )
 from gear_loader.dataset.batch_filler import Filler
@@ -805,8 +805,10 @@ class ReplayDataset(IterableDataset[Batch]):
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
                 history=_ALL_DRAWS if self._budget is not None else self.prefetch + self.keep + 2,
-                # The host draws packed batches, whose blocks it lists, and rows whose times it looks for.
-                device=torch.device("cpu") if self._packs or timed_of(self.windows) else self.device,
+                # The host draws packed batches, whose blocks it lists, and rows of which it looks for steps.
+                device=torch.device("cpu")
+                if self._packs or is_late(self.table.schema, self.windows)
+                else self.device,
                 windows=expand(self.table.schema, self.windows)[0],
                 steps=self._budget,
                 packed=self._packs,

@@ -25,7 +25,7 @@ from gear_loader.replay.adding import Adder, count_of, flags_of
 from gear_loader.replay.agents import AgentAdder, Agents
 from gear_loader.replay.hindsight import Hindsight, Relabel
 from gear_loader.replay.nesting import Nesting, as_array, is_text, on_cpu
-from gear_loader.replay.value_adding import ValueAdder, example_of, is_ragged, names_of
+from gear_loader.replay.value_adding import ValueAdder, example_of, is_ragged, names_of, transitions_of
 from gear_loader.selection.samplers import Sampler, Uniform
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
@@ -117,8 +117,8 @@ class ReplayBuffer:
         seed: seed of all draws.
         hindsight: `Hindsight`: replaces desired goals by achieved ones.
         transform: function that is called with each batch; see `ReplayDataset` and `gear_loader.transforms`.
-        payload: bytes of the values of any length, an int or a text such as ``"1GiB"``; see `Memory`. Observations with
-            such values need ``n_step=1``. Not with `agents` or `hindsight`.
+        payload: bytes of the values of any length, an int or a text such as ``"1GiB"``; see `Memory`. With `hindsight`
+            observations and actions may have some, goals and other columns not. Not with `agents`.
         ragged: names of columns of arrays whose first extent varies, such as ``("obs.tokens",)``.
 
     **If the process is killed**, another one can continue by ``if_exists="attach"``, with every transition whose `add`
@@ -254,11 +254,6 @@ class ReplayBuffer:
         """Create the table of columns without those that every buffer has."""
         finals = set(self._nestings["obs"].columns())
         values = {name for name, each in columns.items() if is_ragged(each)}
-        if values and self.n_step > 1 and finals & values:
-            raise SchemaError(
-                f"n_step is {self.n_step}, and the observations have values of any length, {sorted(finals & values)}; "
-                "expected n_step=1."
-            )
         if self._memory.payload is not None and not values:
             raise SchemaError(
                 f"payload is {shown(self._memory.payload)}, and no column of {list(columns)} has values of any length; "
@@ -523,15 +518,11 @@ class ReplayBuffer:
         """Add several transitions in order; for a buffer with one environment.
 
         Args:
-            transitions: the arguments of `add`, each ``[T, *shape]``.
+            transitions: the arguments of `add`, each ``[T, *shape]``; values of any length as a `Ragged`, or a list.
 
         Raises:
-            SchemaError: as `add`. Nothing was added.
+            SchemaError: as `add`. Nothing was added; with values of any length, what comes before stays.
         """
-        if self._memory.payload is not None or (self._table is not None and self._table.schema.ragged):
-            raise SchemaError(
-                "extend takes no values of any length, of which there are some with payload; use add."
-            )
         missing = [
             name
             for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated")
@@ -541,6 +532,10 @@ class ReplayBuffer:
             raise SchemaError(
                 f"The transitions have no {missing}; expected the arguments of add, each [T, *shape]."
             )
+        if self._memory.payload is not None or (self._table is not None and self._table.schema.ragged):
+            for transition in transitions_of(transitions):
+                self.add(**transition)
+            return
         given = on_cpu(transitions)
         parts = {
             name: [as_array(leaf) for _, leaf in Nesting.of(name, each).leaves(each)]

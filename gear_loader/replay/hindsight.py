@@ -81,9 +81,9 @@ class Hindsight:
 
     def check(self, schema: Mapping[str, Any]) -> None:
         """Raise SchemaError unless the columns of a buffer have goals, and what `compute_reward` gets is no text."""
-        found = [name for name, column in schema.items() if column.ragged is not None]
-        apart = [name for name in found if name.partition(".")[0] not in ("obs", "action")]
-        if wrong := [name for name in found if name in (ACHIEVED, DESIRED, *apart)]:
+        ragged = [name for name, column in schema.items() if column.ragged is not None]
+        apart = [name for name in ragged if name.partition(".")[0] not in ("obs", "action")]
+        if wrong := [name for name in ragged if name in (ACHIEVED, DESIRED, *apart)]:
             raise SchemaError(
                 f"Hindsight was given, and {wrong} have values of any length; expected fixed sizes of goals, and of "
                 "all columns but observations and actions: compute_reward gets one array of each."

@@ -288,3 +288,32 @@ def example_of(name: str, value: Any, count: int, single: bool) -> tuple[Any, Ar
         wanted = wanted if single else f"a list of {count} of them, one for each environment"
         raise SchemaError(f"{name!r} is {shown(value)}; expected {wanted}.")
     return None, array
+
+
+def transitions_of(transitions: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of `add` of each of several transitions, some with values of any length.
+
+    Raises:
+        SchemaError: they have different lengths.
+    """
+
+    def leaves(value: Any) -> list[Any]:
+        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else None
+        return [value] if parts is None else [leaf for part in parts for leaf in leaves(part)]
+
+    def one(value: Any, step: int) -> Any:
+        if isinstance(value, Mapping):
+            return {key: one(part, step) for key, part in value.items()}
+        return tuple(one(part, step) for part in value) if isinstance(value, tuple) else value[step]
+
+    values = [leaf for each in transitions.values() for leaf in leaves(each)]
+    lengths = {
+        len(leaf) if hasattr(leaf, "__len__") and not isinstance(leaf, (str, bytes)) else -1
+        for leaf in values
+    }
+    if len(lengths) != 1 or -1 in lengths:
+        raise SchemaError(
+            f"The transitions have the lengths {sorted(lengths)}; expected the same length T of all: arrays, a "
+            "gear_loader.Ragged, or a list. Nothing was added."
+        )
+    return [{name: one(each, step) for name, each in transitions.items()} for step in range(lengths.pop())]

@@ -159,11 +159,10 @@ def test_old_episodes_leave_and_long_ones_are_cut() -> None:
     [
         ({"payload": "64KiB"}, {"obs": np.zeros(3)}, "no column of"),
         ({}, {"obs": "text"}, "payload="),
-        ({"payload": "64KiB", "n_step": 3}, {"obs": "text"}, "n_step=1"),
         ({"payload": "64KiB", "ragged": ("obs",)}, {"obs": 3.0}, r"array \[n, \.\.\.\]"),
         ({"ragged": ("obs",)}, None, "without payload"),
         ({"payload": "64KiB", "ragged": "obs"}, None, "names of columns"),
-        ({"payload": "64KiB", "agents": ["a"]}, None, "without them"),
+        ({"payload": "64KiB", "agents": ["a"]}, None, "of which each acts"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], given: Any, message: str) -> None:
@@ -188,12 +187,22 @@ def test_values_that_do_not_fit_add_nothing() -> None:
         with pytest.raises(SchemaError):
             buffer.add({**good, **bad}, 0, 0.0, good, True, False)
         assert len(buffer) == 1
-    with pytest.raises(SchemaError, match="use add"):
-        buffer.extend({"obs": good})
-    with pytest.raises(SchemaError, match="SequenceBuffer has no values"):
-        gear.SequenceBuffer(100, length=4, payload="64KiB")
+    given = {
+        "action": np.zeros(2, int),
+        "reward": np.zeros(2),
+        "terminated": [True] * 2,
+        "truncated": [False] * 2,
+    }
+    several = {**given, "obs": {name: [value] * 2 for name, value in good.items()}}
+    with pytest.raises(SchemaError, match=r"have no \['next_obs'\]"):
+        buffer.extend(several)
+    with pytest.raises(SchemaError, match=r"have the lengths \[1, 2\]; expected the same length"):
+        buffer.extend({**several, "next_obs": {name: [value] for name, value in good.items()}})
+    assert len(buffer) == 1
+    buffer.extend({**several, "next_obs": several["obs"]})
+    assert len(buffer) == 3
     buffer.add(good, 0, 0.0, good, True, False)
-    assert len(buffer) == 2
+    assert len(buffer) == 4
     buffer.table.check_valid()
 
 

@@ -122,6 +122,32 @@ def test_pieces_of_a_long_episode_have_steps_in_common() -> None:
     assert not any(buffer.table[index]["is_first"].any() for index in buffer.table.indices()[1:])
 
 
+def test_returns_of_several_steps_bootstrap_from_values_of_any_length() -> None:
+    options: dict[str, Any] = {"payload": "1MiB", "ragged": ("obs.tokens",), "device": "cpu", "num_envs": 2}
+    buffer = gear.ReplayBuffer(400, n_step=3, gamma=0.5, **options)
+    known = play(buffer, 2, [1, 30, 4, 6, 7])
+    firsts = {number: first for first, numbers in known.items() for number in numbers[:-1]}
+    seen = set()
+    for _ in range(10):
+        batch = buffer.sample(64)
+        for row, number in enumerate(batch["obs"]["speed"][:, 0].int().tolist()):
+            last = known[firsts[number]][-1]
+            count = min(3, last - number)
+            ends = number + count == last and (last - 1) % 2 == 0
+            assert batch["reward"][row] == sum(0.5**i * (number + i) for i in range(count))
+            assert batch["discount"][row] == (0 if ends else 0.5**count)
+            for found, expected in (("obs", number), ("next_obs", number + count)):
+                assert batch[found]["text"][row] == observation(expected)["text"]
+                assert np.array_equal(batch[found]["tokens"][row], observation(expected)["tokens"])
+                assert np.array_equal(batch[found]["speed"][row], observation(expected)["speed"])
+            seen.add(number)
+    assert seen == set(firsts)
+    assert buffer.table is not None
+    windows = {"target": gear.NStep("reward", 2, 0.9, "terminated", next="obs.text")}
+    rows = buffer.table.gather(buffer.table.indices()[:1], [0], windows=windows)
+    assert rows["target"]["next"][0] in {observation(number)["text"] for number in range(400)}
+
+
 # ---------------------------------------------------------------- goals
 
 
