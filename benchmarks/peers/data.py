@@ -12,6 +12,7 @@ pages of files that are not the data set's.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -64,6 +65,7 @@ class Data:
         self.made = self.folder / "made"
         self.arrays = {file.stem: np.load(file, mmap_mode="r") for file in sorted(self.folder.glob("*.npy"))}
 
+    @functools.cache  # noqa: B019 - a process has two of these at most
     def texts(self) -> list[list[str]]:
         found: list[list[str]] = json.loads((self.folder / "texts.json").read_text(encoding="utf-8"))
         return found
