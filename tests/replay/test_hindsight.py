@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import fresh_name
@@ -264,7 +265,7 @@ def test_goals_are_distributed_as_those_of_sb3(strategy: Any) -> None:
     assert statistic < cells - 1 + 3.3 * np.sqrt(2 * (cells - 1)) + 5  # about the 99.95% quantile
 
 
-@pytest.mark.parametrize(("envs", "running"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("envs", "running"), mostly_long([(1, False), (3, True)], (3, True)))
 def test_goals_come_from_the_whole_of_a_long_episode(envs: int, running: bool) -> None:
     """Of 1,500 steps and more; the place of a goal among what remains is uniform, by chi-square."""
     buffer = make(capacity=3_100 * envs, running=running, batch_size=500)

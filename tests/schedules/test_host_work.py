@@ -232,24 +232,24 @@ def test_draws_are_queued_in_one_call_again_after_the_batches_of_a_state(
     with cuda.installed(), made_table() as table:
         cuda.threads.frequency = 0.0
         options: dict[str, Any] = {"batch_size": 4, "windows": WINDOWS, "device": "cuda:1"}
-        options |= {"batches_per_epoch": 60, "sampler": gear.Prioritized()}
+        options |= {"batches_per_epoch": 40, "sampler": gear.Prioritized()}
         before = gear.ReplayDataset(table, prefetch=7, **options)
         found: list[Any] = []
         for batch in before:
             found.append(on_host(cloned(dict(batch))))
-            if len(found) == 30:
+            if len(found) == 20:
                 state = before.state_dict()
         data = gear.ReplayDataset(table, prefetch=0, **options)
-        for number, batch in enumerate(itertools.islice(data, 30)):
+        for number, batch in enumerate(itertools.islice(data, 20)):
             compare(number, on_host(cloned(dict(batch))), found[number])
         assert done[-1]
         data.load_state_dict(state)
         for number, batch in enumerate(data):
-            compare(number, on_host(cloned(dict(batch))), found[30 + number])
+            compare(number, on_host(cloned(dict(batch))), found[20 + number])
         assert done[-1]
         assert not data._selected().history.pending  # type: ignore[attr-defined]
         data.sampler = gear.Prioritized(0.9)  # draws by other graphs, in the same buffers
-        for _ in itertools.islice(data, 20):
+        for _ in itertools.islice(data, 16):
             pass
         assert done[-1]
         del data, before, batch
