@@ -175,7 +175,8 @@ class Exchange(SingleProcess):
     # ---------------------------------------------------------------- calls
 
     def all_to_all(self, data: Array, outs: Array, ins: Array, failure: BaseException | None = None) -> Array:
-        head = np.frombuffer(_head(self._number, failure), dtype=np.uint8)
+        # Writable, as the data is: else `copy_ranges` would be compiled twice.
+        head = np.frombuffer(bytearray(_head(self._number, failure)), dtype=np.uint8)
         self._number += 1
         heads = np.full(self.size, _HEAD.size, dtype=np.int64)
         sent = torch.empty(int((heads + outs).sum()), dtype=torch.uint8, device="cpu")

@@ -83,6 +83,7 @@ def importance_weights(leaves: Array, least: float | None, beta: float, *, scale
     Returns:
         float32 [n]; the arithmetic is in float64.
     """
-    weights = np.empty(len(leaves), dtype=np.float32)
-    sum_tree.importance(leaves, -1.0 if least is None else float(least), float(beta), float(scale), weights)
+    weights, least = np.empty(len(leaves), dtype=np.float32), -1.0 if least is None else float(least)
+    leaves = np.ascontiguousarray(leaves)  # else the loop would be compiled for strided ones too
+    sum_tree.importance(leaves, least, float(beta), float(scale), weights)
     return weights

@@ -314,7 +314,8 @@ class Index:
         """
         offsets: Array = np.zeros(len(payload.sizes), dtype=np.int64)
         spots = np.zeros((len(slots), SPOT_WIDTH), dtype=np.int64) if spots is None else spots
-        given = slots, generations, payload.runs, payload.sizes
+        # Contiguous: else the loop would be compiled a second time, for sizes that are a part of records.
+        given = slots, generations, payload.runs, np.ascontiguousarray(payload.sizes)
         ops, where, counters = self.arrays.ops, self.arrays.where, self.arrays.counters
         needed = min(heap.nbytes, int(payload.sizes.sum()))
         gone = False

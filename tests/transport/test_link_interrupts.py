@@ -75,7 +75,7 @@ def in_a_thread(work: Callable[[], object]) -> None:
         raise failures[0]
 
 
-@points(5)
+@points(11)
 def test_rows(shelf: Shelf, every: int) -> None:
     table, server = shelf
     peer, spec = server.peer(), spec_of(table)
