@@ -200,9 +200,10 @@ class RemoteShard:
         Returns:
             Requests of `ValuePart`, together of all rows.
         """
-        if (column,) not in self._specs:
-            self._specs[column,] = ValueSpec(self.name, self.schema, {column: None})
-        spec: ValueSpec = self._specs[column,]
+        key = None, column  # spans of this column alone have its name as their key
+        if key not in self._specs:
+            self._specs[key] = ValueSpec(self.name, self.schema, {column: None})
+        spec: ValueSpec = self._specs[key]
         ends, rows = np.cumsum(abs(records[:, 1])), abs(records[:, 1])
         total = int(ends[-1]) if len(ends) else 0
         size, row_bytes = max(1, PART_BYTES // spec.values.row_bytes), spec.values.row_bytes

@@ -111,6 +111,21 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(found[key], value), key
 
 
+def test_windows_of_times_are_copies_of_what_the_cpu_gathers(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
+) -> None:
+    times = gear.Window(at=[-1, 0, 2], timestamps="number", tolerance=0)
+    windows = {"value": times, "number": gear.Window(2), "task": None}
+    samplers = gear.Uniform(), gear.Prioritized(unit="step")
+    for sampler in samplers:  # of which the GPU draws the second one, if it gathers
+        expected = list(dataset(table, "cpu", copy=True, windows=windows, sampler=sampler))
+        found = list(dataset(table, copy=True, windows=windows, sampler=sampler, prefetch=0))
+        assert len(found) == len(expected) == 8
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+            assert one["mask"]["value"].shape == (BATCH, 3)
+
+
 @pytest.mark.parametrize("prefetch", mostly_long([0, 2], 2))
 def test_copies_are_made_on_the_gpu_without_waiting(
     cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table, prefetch: int
