@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -308,6 +308,10 @@ class UpdateSlot:
         self.done: Any = torch.cuda.Event() if self.items.is_cuda else None
         self._streams: set[int] = set()
         self._queued: QueuedUpdate | None = None
+        given = [part for part in self.parts if part is not None]
+        self._copies: Array = np.array(
+            [(part.data_ptr(), 0, part.numel() * part.element_size()) for part in given], dtype=np.int64
+        )
 
     def fill(self, parts: Parts, consumer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
         """Queue copies of an update's tensors on the consumer's stream, the current one, for an update on `stream`.
@@ -334,15 +338,14 @@ class UpdateSlot:
             self._queued = QueuedUpdate(graph, handle, **events)
         return self._queued
 
-    def copies(self, parts: Parts) -> Array:
-        """Addresses of this memory and of an update's tensors, and their bytes, int64 [n, 3]; see `queue_update`."""
-        pairs = zip(self.parts, parts, strict=True)
-        found = [
-            (kept.data_ptr(), part.data_ptr(), part.numel() * part.element_size())
-            for kept, part in pairs
-            if kept is not None and part is not None
-        ]
-        return np.array(found, dtype=np.int64)
+    def copies(self, sources: list[int]) -> Array:
+        """Addresses of this memory and of an update's tensors, and their bytes, int64 [n, 3]; see `queue_update`.
+
+        Args:
+            sources: addresses of the tensors that are given.
+        """
+        self._copies[:, 1] = sources
+        return self._copies
 
     def copy(self, parts: Parts) -> None:
         """Copy an update's tensors on the current stream."""
@@ -359,20 +362,22 @@ class UpdateSlots:
         self._slots = collections.OrderedDict()
 
     def next_of(self, parts: Parts) -> UpdateSlot | None:
-        """What `take` would return; None if that would be a new one, or tensors do not fit together."""
-        index = parts[0]
-        if index is None or any(part is not None and part.shape != index.shape for part in parts):
-            return None
-        slots = self._slots.get((len(index), *(part is None for part in parts)))
+        """What `take` would return; None if that would be a new one."""
+        slots = self._slots.get(self._kind(parts))
         return slots[0] if slots is not None and len(slots) == _SLOTS else None
+
+    @staticmethod
+    def _kind(parts: Parts) -> tuple[object, ...]:
+        index, priority, generation, anchor = parts
+        assert index is not None
+        return index.shape[0], priority is None, generation is None, anchor is None
 
     def take(self, parts: Parts) -> UpdateSlot:
         """The slot for an update's tensors, which `check_parts` has checked.
 
         New slots are allocated on the current stream, that of the consumer, which writes them first.
         """
-        assert parts[0] is not None
-        kind = len(parts[0]), *(part is None for part in parts)
+        kind = self._kind(parts)
         slots = self._slots.setdefault(kind, collections.deque())
         self._slots.move_to_end(kind)
         if len(self._slots) > _KINDS:
@@ -401,9 +406,24 @@ def check_parts(parts: Parts) -> None:
             )
 
 
-def is_plain(part: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor's memory is that of a slot: of this dtype, [n], one element after the other, as they are."""
-    return part.dtype == dtype and part.ndim == 1 and part.is_contiguous() and not part.is_neg()
+def plain_sources(parts: Sequence[Any], device: torch.device) -> list[int] | None:
+    """Addresses of the tensors of an update that are given, if a slot's memory can be a copy of theirs.
+
+    Returns:
+        None if one is not on the device, of another dtype or number than index, or not one element after the other.
+    """
+    found, shape = list[int](), None
+    for part, dtype in zip(parts, PART_DTYPES, strict=True):
+        if part is None:
+            continue
+        if not isinstance(part, torch.Tensor) or part.dtype != dtype or part.device != device:
+            return None
+        if shape is None:
+            shape = part.shape
+        if part.ndim != 1 or part.shape != shape or not part.is_contiguous() or part.is_neg():
+            return None
+        found.append(part.data_ptr())
+    return None if parts[0] is None else found
 
 
 def _with_sign(part: torch.Tensor) -> torch.Tensor:

@@ -152,7 +152,9 @@ class PrioritizedSelection(Selection):
                 return False
             places, counter, since, samples, how = found
             given = places.table, reader.arrays.block_steps, reader.arrays.num_blocks, *how
-            if not reader.queue_inline(queue_prioritized, batch, counter, since, samples, ticket, *given):
+            if not reader.queue_inline(
+                queue_prioritized, batch, batch.words, counter, since, samples, ticket, *given
+            ):
                 return False
             self.history.remember(draw, how[-1])
         return True

@@ -13,12 +13,11 @@ import torch
 from gear_loader.kernels.devices import on_device
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.cuda_leaves import (
-    PART_DTYPES,
     CudaLeaves,
     Parts,
     UpdateSlots,
     check_parts,
-    is_plain,
+    plain_sources,
 )
 from gear_loader.selection.item_map import ItemMap
 from gear_loader.selection.leaves import Change
@@ -147,7 +146,9 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             first = (update.words, batch.joined(update)) if update is not None and joins else (_NO_UPDATE, 0)
             given = *on.reports, *keys, sampler.beta_at(draw.number), copy, *first
             samples = context.samples(draw.count)
-            if not reader.queue_inline(queue_drawn, batch, NUM_TOUCHED, position, samples, ticket, *given):
+            if not reader.queue_inline(
+                queue_drawn, batch, batch.words, NUM_TOUCHED, position, samples, ticket, *given
+            ):
                 return False
             if copy:
                 rows = functools.partial(_parts, replaced.memory, batch.count, batch.count, batch.begin)
@@ -290,8 +291,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def queue_update(self, *parts: Any) -> bool:
         """See `Selection.queue_update`. Where one call has queued the last draw, it is launched with the next one."""
-        kinds = zip(parts, PART_DTYPES, strict=True)
-        if not all(part is None or (self._is_here(part) and is_plain(part, kind)) for part, kind in kinds):
+        sources = plain_sources(parts, self._device)
+        if sources is None:
             return False
         with self.priorities.mutex, self.context.table._engine.region.using(), on_device(self._device):
             priorities, slot = self.priorities, self._updates.next_of(parts)
@@ -306,7 +307,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             leaves = self._leaves
             leaves.launch_update()
             leaves.update = update
-            result = copy_update(update.words, consumer.cuda_stream, slot.copies(parts), *leaves.reports)
+            result = copy_update(update.words, consumer.cuda_stream, slot.copies(sources), *leaves.reports)
             if result == IN_STEPS:
                 return False
             if result == REFUSED:

@@ -14,7 +14,7 @@ from gear_loader.selection.random import signed
 from gear_loader.selection.samplers import REPLACED, Draw, SnapshotSampler, Uniform, anchors
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch, uniform_packed
-from gear_loader.storage.queue_loops import queue_several, queue_uniform
+from gear_loader.storage.queue_loops import queue_uniform
 from gear_loader.storage.queued import QueuedBatch, QueuedDraw, QueuedSeveral
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
@@ -98,17 +98,11 @@ class SnapshotSelection(Selection):
 
     def queue(self, draw: Draw, batch: QueuedBatch, ticket: Ticket) -> bool:
         reader = self.context.table._engine.reader()
-        if not reader.queues_inline or isinstance(batch, QueuedDraw):
+        if isinstance(batch, QueuedDraw):
             return False
-        if self._draws_uniformly and reader.known() is None:
+        if self._draws_uniformly and reader.queues_inline and reader.known() is None:
             reader.snapshot()  # the table has changed
-        found = self._inline(draw, batch.count)
-        if found is None:
-            return False
-        places, counter, since, samples = found
-        blocks = reader.arrays.block_steps, reader.arrays.num_blocks
-        given = places.table, *blocks, *self._drawing(draw)
-        return reader.queue_inline(queue_uniform, batch, counter, since, samples, ticket, *given)
+        return self._queue([draw], batch, ticket)
 
     @property
     def standing(self) -> object:
@@ -118,16 +112,21 @@ class SnapshotSelection(Selection):
         return self._items[1]
 
     def queue_several(self, draws: Sequence[Draw], batches: QueuedSeveral, ticket: Ticket) -> bool:
-        first, reader = draws[0], self.context.table._engine.reader()
+        first = draws[0]
         if any(
             (each.seed, each.epoch, each.count) != (first.seed, first.epoch, first.count) for each in draws
         ):
             return False
-        found = self._inline(first, batches.count) if reader.queues_inline else None
+        return self._queue(draws, batches, ticket)
+
+    def _queue(self, draws: Sequence[Draw], batch: QueuedBatch | QueuedSeveral, ticket: Ticket) -> bool:
+        """`queue` of one batch, or of several with one seed and epoch, and as many rows each."""
+        reader = self.context.table._engine.reader()
+        found = self._inline(draws[0], batch.count) if reader.queues_inline else None
         if found is None:
             return False
         places, counter, since, samples = found
-        *kinds, seed, _, epoch = self._drawing(first)
+        *kinds, seed, _, epoch = self._drawing(draws[0])
         numbers: Array = np.array([each.step for each in draws], dtype=np.int64)
         given = (
             places.table,
@@ -139,7 +138,9 @@ class SnapshotSelection(Selection):
             epoch,
         )
         several = len(draws) * samples
-        return reader.queue_inline(queue_several, batches, counter, since, several, ticket, *given)
+        return reader.queue_inline(
+            queue_uniform, batch, batch.members, counter, since, several, ticket, *given
+        )
 
     def _inline(self, draw: Draw, count: int) -> tuple[Places, int, int, int] | None:
         """What a compiled call draws from, as `TableReader.draw_inline` takes it; None if it cannot."""

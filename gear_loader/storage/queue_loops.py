@@ -133,6 +133,23 @@ def _launch(words: Any, ended: Any, copy: Any, update: Any, joined: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def _launch_joined(members: Any, count: Any) -> Any:
+    """`_launch` of a graph of several batches. Arguments as of `queue_uniform`."""
+    own, code = _words(members[1]), 0
+    for i in range(count):
+        released = _words(members[1 + i])[RELEASED]
+        if code == 0 and released != 0:
+            code = call(own[_WAIT], own[STREAM], released, 0, 0)
+    if code == 0:
+        code = call(own[_LAUNCH], members[0], own[STREAM], 0, 0)
+    for i in range(count):
+        if code == 0:
+            code = call(own[_RECORD], _words(members[1 + i])[FILLED], own[STREAM], 0, 0)
+    own[CODE] = code
+    return 0 if code == 0 else REFUSED
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def _look_up(index: Any, words: Any, rows: Any, block_steps: Any, num_blocks: Any) -> Any:
     """Write the names of drawn rows, and what the gather needs of them: 0, IN_STEPS, or the number of invalid windows.
 
@@ -196,40 +213,20 @@ def _plan(words: Any, rows: Any, extent: Any, ids: Any, block_steps: Any, num_bl
 
 @functools.partial(compiled, nogil=False)
 def queue_uniform(  # type: ignore[no-untyped-def]
-    index, words, items, block_steps, num_blocks, steps, anchor, first, stride, seed, step, epoch
-):
-    """Draw a batch as `uniform_rows` does, look its rows up, and queue its gather.
-
-    Args:
-        index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`. words: of a `QueuedBatch`.
-        items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
-        block_steps, num_blocks: as for `resolve`.
-        steps, anchor, seed, step, epoch: as for `uniform_rows`. first, stride: as for `uniform_batch`.
-
-    Returns:
-        0, BUSY, REFUSED, IN_STEPS, or the number of invalid windows, which are not queued.
-    """
-    looked = _look(words)
-    if looked != 0:
-        return looked
-    rows = np.empty((3, words[COUNT]), dtype=np.int64)
-    draw_uniform(items, steps, anchor, first, stride, seed, step, epoch, rows)
-    bad = _look_up(index, words, rows, block_steps, num_blocks)
-    return bad if bad != 0 else _launch(words, 0, 0, words, 0)
-
-
-@functools.partial(compiled, nogil=False)
-def queue_several(  # type: ignore[no-untyped-def]
     index, members, items, block_steps, num_blocks, steps, anchor, first, stride, seed, numbers, epoch
 ):
-    """`queue_uniform` of several padded batches with as many rows each, by one launch.
+    """Draw batches with as many rows each as `uniform_rows` does, look the rows up, and queue their gathers.
 
     Args:
-        members: int64 [1 + k]: a graph of all of them, or 0; then the addresses of the words of each.
-        numbers: int64 [k], `step` of each. The others: as for `queue_uniform`.
+        index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`.
+        members: int64 [1 + k], a graph of all batches, or 0; then the addresses of the words of a `QueuedBatch` each.
+        items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
+        block_steps, num_blocks: as for `resolve`.
+        steps, anchor, seed, epoch: as for `uniform_rows`. numbers: int64 [k], `step` of each batch.
+        first, stride: as for `uniform_batch`.
 
     Returns:
-        As `queue_uniform`; unless it is 0, none is queued, or the driver has refused.
+        0, BUSY, REFUSED, IN_STEPS, or the number of invalid windows. Only if it is 0 or REFUSED anything is queued.
     """
     count = len(numbers)
     for i in range(count):
@@ -245,24 +242,13 @@ def queue_several(  # type: ignore[no-untyped-def]
         bad = _look_up(index, _words(members[1 + i]), rows, block_steps, num_blocks)
         if bad != 0:
             return bad
+    if members[0] != 0:
+        return _launch_joined(members, count)
     code = 0
-    if members[0] == 0:
-        for i in range(count):
-            if code == 0:
-                code = _launch(_words(members[1 + i]), 0, 0, _words(members[1 + i]), 0)
-        return code
-    own = _words(members[1])
-    for i in range(count):
-        released = _words(members[1 + i])[RELEASED]
-        if code == 0 and released != 0:
-            code = call(own[_WAIT], own[STREAM], released, 0, 0)
-    if code == 0:
-        code = call(own[_LAUNCH], members[0], own[STREAM], 0, 0)
     for i in range(count):
         if code == 0:
-            code = call(own[_RECORD], _words(members[1 + i])[FILLED], own[STREAM], 0, 0)
-    own[CODE] = code
-    return 0 if code == 0 else REFUSED
+            code = _launch(_words(members[1 + i]), 0, 0, _words(members[1 + i]), 0)
+    return code
 
 
 @functools.partial(compiled, nogil=False)

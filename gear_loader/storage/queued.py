@@ -28,14 +28,17 @@ class _Queued:
         graph: the graph, which is kept. stream: handle of the one that it is launched on.
 
     Attributes:
-        graph, stream: as given. words: int64, for the loop.
+        graph, stream: as given. words: int64, for the loops. members: int64 [2], for the one that takes several.
     """
 
-    __slots__ = ("graph", "stream", "words")
+    __slots__ = ("graph", "members", "stream", "words")
 
     def __init__(self, graph: LaunchGraph, stream: int) -> None:
         self.graph, self.stream = graph, stream
-        self.words: Array = np.zeros(loops.WORDS, dtype=np.int64)
+        memory: Array = np.zeros(loops.WORDS + 2, dtype=np.int64)
+        self.words = memory[: loops.WORDS]
+        self.members = memory[loops.WORDS :]
+        self.members[1] = self.words.ctypes.data
         self.words[[loops.SELF, loops.STREAM, loops.GRAPH]] = self.words.ctypes.data, stream, graph.handle
         for name, place in loops.FUNCTIONS.items():
             self.words[place] = driver.address_of(name)
@@ -132,10 +135,10 @@ class QueuedSeveral:
         batches: at least one, with as many rows each, on one stream. joins: whether to make such a graph.
 
     Attributes:
-        batches: as given. count: rows of each. words: int64, for the loop.
+        batches: as given. count: rows of each. members: int64 [1 + k], for the loop.
     """
 
-    __slots__ = ("_graph", "batches", "count", "words")
+    __slots__ = ("_graph", "batches", "count", "members")
 
     def __init__(self, batches: Sequence[QueuedPadded], *, joins: bool) -> None:
         self.batches, self.count = tuple(batches), batches[0].count
@@ -144,7 +147,8 @@ class QueuedSeveral:
             with RelaxedMode():
                 self._graph = join(*(each.graph for each in batches))
         handle = 0 if self._graph is None else self._graph.handle
-        self.words: Array = np.array([handle, *(each.words.ctypes.data for each in batches)], dtype=np.int64)
+        places = (each.words.ctypes.data for each in batches)
+        self.members: Array = np.array([handle, *places], dtype=np.int64)
 
     def wait(self) -> None:
         """Wait until the GPU has read what was written for the last batches."""

@@ -152,19 +152,20 @@ class TableReader:
         self,
         loop: Callable[..., int],
         batch: QueuedBatch | QueuedSeveral,
+        words: Array,
         counter: int,
         since: int,
         samples: int,
         ticket: Ticket,
         *given: object,
     ) -> bool:
-        """Draw a batch and queue its gather on a GPU in one compiled call. Waits for the GPU only if it still reads the
-        arguments of the last batch in the same memory.
+        """Draw a batch, or several, and queue the gather on a GPU in one compiled call. Waits for the GPU only if it
+        still reads the arguments of the last batch in the same memory.
 
         Args:
-            loop: of `gear_loader.storage.queue_loops`. batch: where the rows go.
+            loop: of `gear_loader.storage.queue_loops`. batch: where the rows go. words: of it, for the loop.
             ticket: begun, for the caller to release.
-            counter, since, samples: as for `draw_inline`. given: the loop's arguments after `words`.
+            counter, since, samples: as for `draw_inline`. given: the loop's arguments after these.
 
         Returns:
             False, having done nothing, if the batch must be drawn and gathered in steps.
@@ -174,7 +175,7 @@ class TableReader:
         """
         if not self._begin_unchanged(ticket, counter, since, samples):
             return False
-        while (bad := loop(self._places.table, batch.words, *given)) == BUSY:
+        while (bad := loop(self._places.table, words, *given)) == BUSY:
             batch.wait()
         if bad == IN_STEPS:
             self.undo(ticket)

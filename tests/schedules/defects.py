@@ -340,7 +340,7 @@ def _one_graph_of_several(patch: pytest.MonkeyPatch) -> None:
         if made is None:
             return None
         old = kept.setdefault(id(made.batches[0]), made)
-        made.words[0] = old.words[0]
+        made.members[0] = old.members[0]
         return made
 
     patch.setattr(BatchesAhead, "_several", first)

@@ -453,7 +453,7 @@ def over_shards(remote: tuple[int, ...], packed: tuple[bool, ...], **options: An
         for shard in remote:
             peer: Any = PlayedPeer(tables[shard], set())
             shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)
-        told = {"device": "cuda:1", "prefetch": 0, "batches_per_epoch": 30}
+        told = {"device": "cuda:1", "prefetch": 0, "batches_per_epoch": 60}
         data = gear.ReplayDataset(shards, **nested({**told, **options}))
         found = work(cuda, data)
         del data
