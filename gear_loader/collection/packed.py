@@ -319,14 +319,15 @@ class PackedBuffers(Buffers):
         batch = Batch()
         for name in self.layout.windows:
             batch[name] = ragged[name] if name in ragged else self._window(name, count)
-        batch["cu_seqlens"] = _first(self.starts, count + self.segments + 1)
+        room, segments = self.num_rows, count + self.segments
+        batch["cu_seqlens"] = _first(self.starts, segments + 1, room + 1)
         batch["max_seqlen"] = self.longest
-        batch["position"] = self.position.narrow(0, 0, self.total)
+        batch["position"] = _first(self.position, self.total, self.num_steps)
         for name, value in self._shown_rows.items():
-            info = isinstance(value, dict)
-            batch[name] = (
-                {key: _first(part, count) for key, part in value.items()} if info else _first(value, count)
-            )
+            if isinstance(value, dict):
+                batch[name] = {key: _first(part, count, room) for key, part in value.items()}
+            else:
+                batch[name] = _first(value, count, room)
         return batch
 
     def _window(self, name: str, count: int) -> torch.Tensor:
@@ -503,9 +504,9 @@ class PackedHost(HostMover):
         )
 
 
-def _first(values: torch.Tensor, count: int) -> torch.Tensor:
-    """A new tensor over the first values: of all in a fifth of the time that a view takes."""
-    return values.data if len(values) == count else values.narrow(0, 0, count)
+def _first(values: torch.Tensor, count: int, room: int) -> torch.Tensor:
+    """A new tensor over the first of `room` values: of all in a fifth of the time that a view takes."""
+    return values.data if count == room else values.narrow(0, 0, count)
 
 
 def _number(buffers: PackedBuffers, starts: Array, firsts: Array, counts: Array) -> None:

@@ -130,7 +130,9 @@ class ShardValues:
                 hold.append(memory)
             if not any(len(each) for each in gone):
                 plain = np.stack((records[:, 0], sizes_of(records)), axis=1)
-                made = _delivered(values, plain, places, each_shape, pinned=mover.pinned)
+                slots, shards = rows.records["slot"][numbers], rows.shards[numbers]
+                named = [f"Column {column!r} of trajectory", slots, "of shard", shards]
+                made = _delivered(values, plain, places, each_shape, named, pinned=mover.pinned)
                 found.update(zip(names, made, strict=True))
         if failure is not None and strict:
             raise failure
@@ -309,15 +311,21 @@ def _steps_shown(layout: Any, batch: Mapping[str, Any], names: list[str], rows: 
 
 
 def _delivered(
-    values: Values, records: Array, addresses: Array, shapes: list[tuple[int, ...]], *, pinned: bool
+    values: Values,
+    records: Array,
+    addresses: Array,
+    shapes: list[tuple[int, ...]],
+    named: list[Any],
+    *,
+    pinned: bool,
 ) -> list[Any]:
-    """What batches have in place of records, int64 [n, 2]: of each window, of these shapes."""
+    """What batches have in place of records, int64 [n, 2]: of each window, of these shapes; named: see `_decoded`."""
     counts = np.cumsum([int(np.prod(shape)) for shape in shapes])
     parts = [
         slice(end - int(np.prod(shape)), end) for end, shape in zip(counts.tolist(), shapes, strict=True)
     ]
     if values.coded is not None:
-        return _decoded(values, records, addresses, shapes, parts, pinned=pinned)
+        return _decoded(values, records, addresses, shapes, parts, named, pinned=pinned)
     made: list[Any] = []
     for shape, part in zip(shapes, parts, strict=True):
         offsets = torch.zeros(len(records[part]) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -347,10 +355,15 @@ def _decoded(
     addresses: Array,
     shapes: list[tuple[int, ...]],
     parts: list[slice],
+    named: list[Any],
     *,
     pinned: bool,
 ) -> list[Any]:
-    """`_delivered` of encoded values: the same one is decoded once."""
+    """`_delivered` of encoded values: the same one is decoded once.
+
+    Args:
+        named: words of the name of a value in errors, or an array [n] of them.
+    """
     assert values.coded is not None
     _, first, place = np.unique(
         np.stack((addresses, records[:, 1])), axis=1, return_index=True, return_inverse=True
@@ -364,12 +377,18 @@ def _decoded(
     ]
     blobs: list[Any] = [views[number] for number in place.reshape(-1).tolist()]
 
-    def name(_: int) -> str:
-        return "A value of the batch"
+    def name(number: int, first: int = 0) -> str:
+        return " ".join(str(each if isinstance(each, str) else each[first + number]) for each in named)
 
     if not values.coded.fixed:
         return [
-            decoded(values.coded, blobs[part], shape, name=name, pinned=pinned)
+            decoded(
+                values.coded,
+                blobs[part],
+                shape,
+                name=functools.partial(name, first=part.start),
+                pinned=pinned,
+            )
             for shape, part in zip(shapes, parts, strict=True)
         ]
     whole = decoded(values.coded, blobs, (len(blobs),), name=name, pinned=pinned)

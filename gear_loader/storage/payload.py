@@ -304,23 +304,26 @@ class ArrayRead:
             dtype=np.int64,
         )
         self._kinds = [(values.dtype, values.shape) for values, _ in columns]
-        self._shapes = [tuple(each.shape[:-1]) for _, each in columns]
+        self._arrange([tuple(each.shape[:-1]) for _, each in columns])
+
+    def _arrange(self, shapes: list[tuple[int, ...]]) -> None:
+        """Let the records of each column be arranged so."""
+        self._shapes, self._counts = shapes, [math.prod(shape) for shape in shapes]
+        self._places[:, COLUMN_COUNT] = self._counts
 
     def read(self, counts: Sequence[int] | None = None) -> list[Ragged]:
         """The values, under the read ticket of their rows.
 
         Args:
-            counts: number of records of each column, the first ones of it; by default all.
+            counts: number of records of each column, the first ones of it; by default as before, at first all.
 
         Raises:
             CorruptTableError: a record names no memory of the table.
         """
         reader, places, pinned = self._reader, self._places, self._pinned
-        shapes = self._shapes
-        if counts is not None:
-            shapes = [(count,) for count in counts]
-            places[:, COLUMN_COUNT] = counts
-        sizes = [math.prod(shape) + 1 for shape in shapes]
+        if counts is not None and counts != self._counts:  # seldom with windows of one step
+            self._arrange([(count,) for count in counts])
+        shapes, sizes = self._shapes, [count + 1 for count in self._counts]
         offsets = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=pinned)
         bounds = offsets.numpy()
         reader.check(measure_columns(places, FIRST, reader.end, bounds))

@@ -20,7 +20,7 @@ from distributed_common import on_two_nodes, run_ranks
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
 from gear_loader.distributed import remote as remote_module
-from gear_loader.errors import SchemaError
+from gear_loader.errors import CodecError, SchemaError
 from gear_loader.transport import nixl_agent
 
 COUNTS = (14, 5, 11)
@@ -183,6 +183,29 @@ def test_two_shards_of_one_process_have_the_values_of_their_rows() -> None:
 
 
 # ---------------------------------------------------------------- rows that leave, servers that die
+
+
+@pytest.mark.parametrize("size", [8, None])
+def test_a_damaged_value_of_shards_is_named(size: int | None) -> None:
+    coders = [pytest.importorskip(name) for name in ("simplejpeg",)]
+    column = gear.Column(torch.uint8, (size, size, 3), codec="jpeg")
+    blob = coders[0].encode_jpeg(np.random.default_rng(0).integers(0, 255, (8, 8, 3), np.uint8), 95)
+    tables = [
+        gear.Table.create(
+            {"image": column}, max_steps=4, max_trajectories=4, memory=gear.Memory(payload=4096)
+        )
+        for _ in range(2)
+    ]
+    for table in tables:
+        table.extend([{"image": [blob]}] * 2)
+    assert tables[1].remove(0) is not None
+    slot = tables[1].add({"image": [blob[:-60]]})
+    with Shards(tables) as shards:
+        dataset = gear.ReplayDataset(shards, batch_size=64, windows=gear.Window(1), device="cpu", prefetch=0)
+        with pytest.raises(CodecError, match=f"^Column 'image' of trajectory {slot} of shard 1 is damaged"):
+            dataset.sample()
+    for table in tables:
+        table.close()
 
 
 def replace(table: gear.Table, shard: int, ends: threading.Event) -> None:
