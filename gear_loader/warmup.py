@@ -23,7 +23,6 @@ from gear_loader.graph.sampler import NeighborSampler
 from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
 from gear_loader.native import gathering
-from gear_loader.native.png import unfilter
 from gear_loader.native.row_cache import KEY
 from gear_loader.replay.buffer import ReplayBuffer
 from gear_loader.selection.samplers import Fifo, Lifo, Prioritized, Sampler, TopK, Uniform
@@ -213,7 +212,6 @@ def _ragged() -> None:
             for _ in range(3):
                 writer.append(tokens=np.arange(9), text="a")
             writer.commit()
-    unfilter(np.frombuffer(bytes(4), dtype=np.uint8), np.empty((1, 3), dtype=np.uint8), 3)
 
 
 def _prefixes() -> None:

@@ -11,13 +11,11 @@ import importlib
 import io
 import struct
 import threading
-import zlib
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
-from gear_loader.native.png import unfilter
 from gear_loader.storage.codecs import Coded
 from gear_loader.storage.ragged import Values
 from gear_loader.storage.video import Video
@@ -56,7 +54,7 @@ def coder_of(coded: Coded) -> Coder:
         ImportError: the package of the codec is not installed; the message names what to install.
     """
     name, package = coded.codec.name, _package(coded)
-    kinds: dict[str, Any] = {"jpeg": _Jpeg, "png": _Png, "zstd": _Zstd, "lz4": _Lz4}
+    kinds: dict[str, Any] = {"jpeg": _Jpeg, "zstd": _Zstd, "lz4": _Lz4}
     made: Coder = kinds.get(name, _Pillow)(package, coded)
     return made
 
@@ -141,50 +139,6 @@ class _Pillow:
                 raise ValueError(f"an image of {image.height} x {image.width}")
             found = np.asarray(image if image.mode == self._mode else image.convert(self._mode))
         out[:] = found.reshape(out.shape)
-
-
-class _Png(_Pillow):
-    """Decodes pngs of the usual kind without Pillow, whose Python takes longer than to decode a small one."""
-
-    def decode(self, blob: memoryview, out: Array) -> None:
-        height, width, channels = out.shape
-        rows = _png_rows(blob, height * (1 + width * channels))
-        pixels = out.reshape(height, width * channels)
-        if rows is None or not unfilter(np.frombuffer(rows, dtype=np.uint8), pixels, channels):
-            super().decode(blob, out)
-
-
-_CHUNK, _CHECKSUM = struct.Struct(">I4s"), struct.Struct(">I")
-
-
-def _png_rows(blob: memoryview, size: int) -> bytes | None:
-    """The filtered rows of a png, `size` bytes in all; None of one that is interlaced, animated or damaged."""
-    if len(blob) < 33 or any(blob[26:29]):
-        return None
-    parts, at = list[memoryview](), 8
-    while True:
-        if at + 12 > len(blob):
-            return None
-        length, kind = _CHUNK.unpack_from(blob, at)
-        end = at + 8 + length
-        if end + 4 > len(blob) or (zlib.crc32(blob[at + 4 : end]),) != _CHECKSUM.unpack_from(blob, end):
-            return None
-        if kind == b"IDAT":
-            parts.append(blob[at + 8 : end])
-        elif parts:
-            break
-        elif kind in (b"acTL", b"IHDR") and at > 8:
-            return None
-        at = end + 4
-    data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-    if len(data) < 2 or data[0] & 15 != 8 or data[0] > 0x78 or data[1] & 32 or (data[0] << 8 | data[1]) % 31:
-        return None
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)  # without Adler-32: each chunk has a CRC-32
-    try:
-        rows = inflater.decompress(data[2:], size + 1)
-    except zlib.error:
-        return None
-    return rows if len(rows) == size and inflater.eof else None
 
 
 def _png_shape(head: bytes) -> tuple[int, int, int]:
