@@ -76,6 +76,9 @@ def _remote_store() -> Any:
             self._folder = folder
             self._names = frozenset(folder.listed())
 
+        def __repr__(self) -> str:
+            return f"{self._folder.path!r}"
+
         def __eq__(self, other: object) -> bool:
             return isinstance(other, RemoteStore) and other._folder is self._folder
 

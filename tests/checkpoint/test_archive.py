@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import threading
@@ -68,7 +69,7 @@ def segments_of(path: Path) -> dict[bool, list[Any]]:
 
 
 def columns_in(path: Path) -> set[str]:
-    return {each.parent.name for each in path.glob("segments/*/*.npy")}
+    return {Path(each).parent.name for each in glob.glob(f"{path}/segments/*/*.npy")}  # some may go meanwhile
 
 
 def settle(table: gear.Table, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +77,7 @@ def segments_of(path: Path) -> list[Any]:
 
 
 def is_moved(path: Path) -> bool:
-    return all(each.archive for each in segments_of(path)) and not list(path.glob("segments/*/*.npy"))
+    return all(each.archive for each in segments_of(path)) and not glob.glob(f"{path}/segments/*/*.npy")
 
 
 def is_clean(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import multiprocessing
 import os
@@ -95,7 +96,7 @@ def segments_of(path: Path) -> dict[str, bool]:
 
 
 def is_moved(path: Path) -> bool:
-    return all(segments_of(path).values()) and not list(path.glob("segments/*/*.npy"))
+    return all(segments_of(path).values()) and not glob.glob(f"{path}/segments/*/*.npy")
 
 
 def objects_at(address: str) -> set[str]:
