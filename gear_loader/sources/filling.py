@@ -32,7 +32,8 @@ class Filling:
             None: all are, and how many they are is not known.
         priority: of each. progress: whether to show a bar. statistics: whether to gather them.
         first: episodes that each table has already; none of any by default.
-        piece: bytes added at once; None: all. added: episodes that the tables have by now.
+        piece: bytes added at once; None: all. first_piece: bytes of the first one, of which later ones have up to twice
+            as many each; None: as of all. added: episodes that the tables have by now.
     """
 
     tables: Sequence[Table]
@@ -43,6 +44,7 @@ class Filling:
     statistics: bool
     first: Sequence[int] = ()
     piece: int | None = None
+    first_piece: int | None = None
     added: int = 0
 
     def __post_init__(self) -> None:
@@ -156,6 +158,7 @@ class Filling:
 
     def _cut(self, episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
         """Episodes in pieces of at most `piece` bytes, but at least one episode."""
+        most = self.piece if self.first_piece is None else self.first_piece
         ragged = list(self.tables[0].schema.ragged)
         piece: list[Episode] = []
         taken = 0
@@ -171,12 +174,9 @@ class Filling:
             size, steps = sum(sizes.values()), _steps(episode[by_step])
             blocks = -(-(steps + 1) // block_steps)
             own = np.array([1, steps, blocks, sum(sizes.get(name, 0) for name in ragged)])
-            if (
-                piece
-                and self.piece is not None
-                and (taken + size > self.piece or (used + own > limits).any())
-            ):
+            if piece and most is not None and (taken + size > most or (used + own > limits).any()):
                 yield piece
+                most = min(2 * most, self.piece or 0)
                 piece, taken, used = [], 0, np.zeros(4)
             piece.append(episode)
             taken += size

@@ -27,8 +27,8 @@ from gear_loader.storage.table import Table
 
 LOAD_BYTES = 256 * 2**20
 """Bytes added to the table at once, but at least one trajectory."""
-BACKGROUND_BYTES = 16 * 2**20
-"""The same in the background."""
+BACKGROUND_BYTES, FIRST_BYTES = 16 * 2**20, 256 * 2**10
+"""The same in the background, and of the first piece there: batches can be drawn when it is added."""
 
 
 def load(
@@ -305,7 +305,7 @@ def _hold_all(tables: Sequence[Table], reader: EpisodeReader, lengths: np.ndarra
 
 def _begin(fill: Filling) -> None:
     """Start the thread that fills tables."""
-    fill.piece = BACKGROUND_BYTES
+    fill.piece, fill.first_piece = BACKGROUND_BYTES, min(FIRST_BYTES, BACKGROUND_BYTES)
     count, steps = (None, None) if fill.lengths is None else (len(fill.lengths), int(fill.lengths.sum()))
     pieces = (fill.added for _ in fill.pieces())
     loading = Loading(fill.reader.source, count, steps, pieces, num_loaded=fill.added)
