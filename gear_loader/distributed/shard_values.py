@@ -181,7 +181,7 @@ class ShardValues:
             gone.append(numbers[np.array(left, dtype=np.int64)])
         lost_rows = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *gone]))
         if len(lost_rows):
-            return torch.empty(0), lost_rows, failure
+            return torch.empty(0, device="cpu"), lost_rows, failure
         for shard, which in self._by_shard(records, numbers, rows):
             source = self._source(shard)
             if len(which) and isinstance(source, Table):

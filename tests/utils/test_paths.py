@@ -54,7 +54,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-REMOTE = ("save", "load", "shards, save", "shards, load")  # take addresses; what Path has made of one is none
+# Take addresses; what Path has made of one is none.
+REMOTE = ("save", "load", "shards, save", "shards, load", "sources.load", "hdf5", "minari")
 
 
 PATHS = ("s3://bucket/x", pathlib.Path("gs://bucket/x"), "simplecache::s3://bucket/x", "file:///tmp/x")
