@@ -181,8 +181,19 @@ class LearnerCalls:
                     raise ConnectionAbortedError("The learner has left, or goes on over another connection.")
                 head = pack_header(answer.kind, answer.number, len(answer.small), answer.size)
                 pipe.send([head + answer.small, *answer.parts])
+        except OSError:
+            if not self._said_goodbye(pipe):
+                raise
         finally:
             pipe.close()
+
+    def _said_goodbye(self, pipe: Pipe) -> bool:
+        """Whether a learner that sends no more has said goodbye, behind its last calls."""
+        with contextlib.suppress(OSError):
+            while pipe.has_ended():
+                if self._next(pipe) is None:
+                    return True
+        return False
 
     def _is_full(self, learner: Learner) -> bool:
         """Whether the learner has to receive some of what is kept for it before there is more."""

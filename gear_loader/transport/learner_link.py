@@ -491,6 +491,8 @@ class LearnerLink:
             with contextlib.suppress(OSError):
                 self._pipe.connection.settimeout(_LOOK)
                 self._pipe.send([Header(Kind.BYE, 0, 0, 0).pack()])
+                if self._pending:
+                    self._pipe.drain(_LOOK, self._reader)
         self._lose()
         self._answers.clear()
 

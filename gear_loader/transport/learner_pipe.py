@@ -8,6 +8,8 @@ import select
 import socket
 import ssl
 import struct
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,6 +97,24 @@ class Pipe:
                 continue
             drop_sent(views, sent)
 
+    def drain(self, seconds: float, reader: threading.Thread | None) -> None:
+        """Send no more, and drop what comes until the other side has closed the connection, for `seconds` at most.
+
+        A connection that is closed before all has been received is reset: the other side loses what was sent last.
+
+        Args:
+            reader: a thread that receives until then.
+        """
+        if not self._apart:  # TLS does not end one direction alone
+            return
+        deadline = time.monotonic() + seconds
+        self.connection.shutdown(socket.SHUT_WR)
+        if reader is not None:
+            reader.join(seconds)
+            return
+        while time.monotonic() < deadline and self.connection.recv_into(self._buffer):
+            pass
+
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()
@@ -122,6 +142,9 @@ class LoopPipe(Pipe):
 
     def send(self, parts: Sequence[Bytes | bytes]) -> None:
         self._run(self._channel.send(*(part for part in map(as_bytes, parts) if len(part))))
+
+    def drain(self, seconds: float, reader: threading.Thread | None) -> None:
+        pass  # the channel's owner ends it
 
     def close(self) -> None:
         pass  # the server closes the channel

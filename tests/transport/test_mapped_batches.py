@@ -134,3 +134,21 @@ def test_prefetched_batches_take_no_more_than_their_bytes(monkeypatch: pytest.Mo
                 replay.close()
                 wait_until(lambda: not server.server.resources.learners._known, patience=20)
                 proxy.heard.clear()
+
+
+@pytest.mark.parametrize("proxied", [False, True])
+def test_a_learner_that_closes_before_its_answers_came_is_forgotten_at_once(
+    proxied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_batches.MappedMemory, "describe", lambda _: None)  # through the network
+    with filled() as table, serving(str(table.name)) as server, Proxy(server.address) as proxy:
+        address = proxy.address if proxied else server.address
+        with gear.connect(url_of(address, str(table.name)), secret=SECRET, timeout=20) as remote:
+            for _ in range(3):
+                replay = dataset(remote, prefetch=6, windows=gear.Window(4000), batch_size=40)
+                batches = iter(replay)
+                next(batches)
+                for _ in range(4):
+                    replay._link.submit("next", {}, wanted=False)
+                replay.close()
+                wait_until(lambda: not server.server.resources.learners._known, patience=20)
