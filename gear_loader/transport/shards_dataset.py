@@ -29,6 +29,7 @@ from gear_loader.selection.random import raw, uniforms
 from gear_loader.selection.samplers import SAMPLE_EPOCH, Prioritized, Uniform
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import is_strict, request
+from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.schema import as_mapping
 from gear_loader.transport.remote_dataset import RemoteDataset, RemoteOrigin, moved
 from gear_loader.utils.arrays import Array
@@ -363,7 +364,11 @@ class ShardsDataset(RemoteDataset):
 
 
 def _bytes_of(value: Any) -> int:
-    """Bytes of the tensors of a batch."""
+    """About how many bytes the values of a batch take."""
+    if isinstance(value, Ragged):
+        return int(value.values.nbytes + value.offsets.nbytes)
     if isinstance(value, Mapping):
-        return sum(map(_bytes_of, value.values()))
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(map(_bytes_of, value))
+    return len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 0)
