@@ -165,6 +165,7 @@ class LearnerCalls:
                 if call is None:
                     return
                 if not call.number:
+                    self._forget(learner)
                     continue
                 while self._is_full(learner):
                     more = self._next(pipe)  # which may say that answers have arrived
@@ -200,9 +201,12 @@ class LearnerCalls:
 
     def _is_full(self, learner: Learner) -> bool:
         """Whether the learner has to receive some of what is kept for it before there is more."""
+        self._forget(learner)
+        return learner.is_full
+
+    def _forget(self, learner: Learner) -> None:
         learner.forget(self._received, self._released)
         self._released.clear()
-        return learner.is_full
 
     def _next(self, pipe: Pipe) -> _Received | None:
         """Receive a call; None if the learner says goodbye."""
