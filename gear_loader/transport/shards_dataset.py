@@ -172,7 +172,8 @@ class ShardsDataset(RemoteDataset):
             self._weigh(parts, shares[chosen], leasts / masses.sum(), number)
         for shard, part in zip(chosen, parts, strict=True):
             part["shard"] = torch.full((len(part["index"]),), shard, dtype=torch.int64, device="cpu")
-        return joined(parts, list(steps_only(self.table.schema, self.windows)))
+        tree = self.layout == "tree"
+        return joined(parts, list(steps_only(self.table.schema, self.windows)) if tree else None)
 
     def _masses(self) -> tuple[Array, Array]:
         """Mass and smallest leaf of each shard, float64 [S] each, as soon as there is something to draw.

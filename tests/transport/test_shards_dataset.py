@@ -208,6 +208,25 @@ def test_what_several_shards_refuse(shards: RemoteShards) -> None:
         RemoteShards([])
 
 
+def test_columns_may_have_names_of_parts_of_a_tree() -> None:
+    columns = {name: gear.Column(torch.int64) for name in ("parent", "group")}
+    with gear.Table.create(columns, **SIZES) as one, gear.Table.create(columns, **SIZES) as other:
+        for number, table in enumerate((one, other)):
+            table.add({"parent": 100 * number + torch.arange(5), "group": torch.arange(5)})
+        with RemoteShards([one, other]) as both:
+            options: dict[str, Any] = {"batch_size": 64, "device": "cpu"}
+            for packed in (False, True):
+                windows = (
+                    {"windows": gear.Whole(), "layout": "packed"} if packed else {"windows": gear.Window(1)}
+                )
+                batch = gear.ReplayDataset(both, **windows, **options).sample()
+                steps = batch["position"] if packed else batch["anchor"]
+                shard = batch["shard"].repeat_interleave(5) if packed else batch["shard"]
+                assert 0 < int(shard.sum()) < len(shard)
+                assert torch.equal(batch["parent"].view(-1), 100 * shard + steps)
+                assert torch.equal(batch["group"].view(-1), steps.long())
+
+
 def test_writers_take_tables_of_this_machine(shards: RemoteShards) -> None:
     private = [gear.Table.create(SCHEMA, **SIZES) for _ in range(2)]
     mine = RemoteShards([*private, shards.tables[1]])
