@@ -15,6 +15,7 @@ import fcntl
 import math
 import mmap
 import os
+import resource
 import secrets
 import stat
 import threading
@@ -28,7 +29,7 @@ from gear_loader.utils.arrays import Array
 
 LEAST_MAPPED = 1 << 18
 """Bytes of a tensor from which on it is mapped; a message with less takes less time than it is worth."""
-_MOST_FILES = 512  # of a process
+_MOST_FILES = 512  # of a process, at two descriptors each, as Python's mappings have their own
 _UNUSED = 128  # answers after which a learner unmaps what none of them has used
 _TOKEN = 32  # bytes
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -59,6 +60,10 @@ class MappedMemory:
         self._guard = threading.Lock()
         self._places: dict[int, Place] = {}  # by address
         self._told: list[Any] | None = None
+        limit, _ = resource.getrlimit(
+            resource.RLIMIT_NOFILE
+        )  # of which connections and files of others need half
+        self._most = _MOST_FILES if limit < 0 else min(_MOST_FILES, limit // 4)
 
     def describe(self) -> list[Any] | None:
         """What a learner needs to find out whether it can map this process's files; None if there are none here."""
@@ -77,7 +82,7 @@ class MappedMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, of ordinary memory if it is small, or there are too many files."""
         size = math.prod(shape) * dtype.itemsize
-        if size < LEAST_MAPPED or len(self._places) >= _MOST_FILES:
+        if size < LEAST_MAPPED or len(self._places) >= self._most:
             return torch.empty(shape, dtype=dtype, device="cpu")
         try:
             place, memory = _file(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import time
@@ -130,6 +131,19 @@ def test_memory_of_an_answer_that_was_read_in_part_is_not_used_again(monkeypatch
         kept = [next(batches) for _ in range(5)]
         for each in kept:
             assert_equal(next(expected), each)
+
+
+def test_batches_leave_descriptors_to_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(mapped_batches.resource, "getrlimit", lambda _: (80, 80))
+    memory = mapped_batches.MappedMemory()
+    held = [memory.empty((mapped_batches.LEAST_MAPPED,), torch.uint8) for _ in range(60)]
+    assert [memory.place(tensor) is None for tensor in held] == [False] * 20 + [True] * 40
+    assert len(os.listdir("/proc/self/fd")) - before <= 40
+    del held
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) - before <= 0
+    assert memory.place(memory.empty((mapped_batches.LEAST_MAPPED,), torch.uint8)) is not None
 
 
 def test_files_that_a_server_may_not_name_are_neither_mapped_nor_opened_for_writing(tmp_path: Path) -> None:
