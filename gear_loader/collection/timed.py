@@ -31,6 +31,8 @@ _FIRST, _GROWTH = (
     16,
     4,
 )  # steps that are read before and after an anchor, and how many times as many if they are too few
+_MOST_TIMES = 1 << 21
+"""Times that are read at once, so that memory is bounded however far from the anchors steps are looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +229,7 @@ class TimedSource:
             sets = [times for times in self._sets if times.column == column]
             left, (before, after), first = np.arange(count), reach, True
             while len(left):
+                left, rest = np.split(left, [_rows_at_once(before, after)])
                 line, there = self._line(column, rows, left, before, after)
                 states = np.zeros(len(left), dtype=np.uint8)
                 for times in sets:
@@ -252,7 +255,7 @@ class TimedSource:
                 left = left[states != RESOLVED]
                 if first and len(left) > count // 8:
                     self._reach[column] = before, after
-                first = False
+                left, first = np.concatenate((left, rest)), False
         return found
 
     def _line(self, column: str, rows: Any, which: Array, before: int, after: int) -> tuple[Array, Array]:
@@ -260,7 +263,8 @@ class TimedSource:
         key = column, before, after
         if key not in self._lines:
             window = Window(before + 1 + after, -before, column=column)
-            self._lines[key] = self._reader({column: window}, self._batch_size)
+            count = min(self._batch_size, _rows_at_once(before, after))
+            self._lines[key] = self._reader({column: window}, count)
         source, pool = self._lines[key]
         buffers = pool.take()
         try:
@@ -283,6 +287,10 @@ class TimedSource:
             f"Column {column!r} of trajectory {int(rows.slots[row])} falls after step {step}, or is no finite number; "
             "expected ascending times, which windows with timestamps look for."
         )
+
+
+def _rows_at_once(before: int, after: int) -> int:
+    return max(1, _MOST_TIMES // (before + 1 + after))
 
 
 def _arranged(value: Any, shape: tuple[int, ...]) -> Any:

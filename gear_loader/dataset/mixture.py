@@ -418,16 +418,17 @@ def _drawn(dataset: ReplayDataset, count: int) -> Batch:
     return joined(parts) if len(parts) > 1 else parts[0]
 
 
-def joined(parts: Sequence[Mapping[str, Any]], steps: Collection[str] = ()) -> Batch:
+def joined(parts: Sequence[Mapping[str, Any]], steps: Collection[str] | None = None) -> Batch:
     """The rows of several batches, one after another, in new memory; padded ones, packed ones, or trees.
 
     Args:
-        steps: names of the columns of steps of trees, whose shared segments come after all rows.
+        steps: names of the columns of steps of trees, whose shared segments come after all rows; None of others.
     """
     keys = dict.fromkeys(key for part in parts for key in part)
-    batch, tree = Batch(), "parent" in keys
+    batch = Batch()
+    of_tree = () if steps is None else ("parent", "group", "cu_seqlens", "position", *steps)
     for key in keys:
-        if tree and key in ("parent", "group", "cu_seqlens", "position", *steps):
+        if key in of_tree:
             continue
         if key == "max_seqlen":
             batch[key] = max(part[key] for part in parts)
@@ -444,7 +445,7 @@ def joined(parts: Sequence[Mapping[str, Any]], steps: Collection[str] = ()) -> B
         else:
             values = [part[key] for part in parts]
             batch[key] = _joined_values(values)
-    if tree:
+    if steps is not None:
         batch.update(_joined_trees(parts, ("position", *steps)))
     return batch
 

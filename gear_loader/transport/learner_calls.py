@@ -33,7 +33,7 @@ _NOTHING: Array = np.empty(0, dtype=np.uint8)
 
 
 class _Received(NamedTuple):
-    """A call as it was received: its number, whether the learner maps files, its JSON, and the tensors' bytes."""
+    """A call as it was received: its number, or 0; whether the learner maps files; its JSON, and the tensors' bytes."""
 
     number: int
     maps: bool
@@ -164,11 +164,15 @@ class LearnerCalls:
                 call = self._read.popleft() if self._read else self._next(pipe)
                 if call is None:
                     return
+                if not call.number:
+                    self._forget(learner)
+                    continue
                 while self._is_full(learner):
                     more = self._next(pipe)  # which may say that answers have arrived
                     if more is None:
                         return
-                    self._read.append(more)
+                    if more.number:
+                        self._read.append(more)
                     size = sum(len(each.data) for each in self._read)
                     if len(self._read) > MOST_CALLS or size > self._resources.limits.store_bytes:
                         raise ProtocolError(
@@ -197,9 +201,12 @@ class LearnerCalls:
 
     def _is_full(self, learner: Learner) -> bool:
         """Whether the learner has to receive some of what is kept for it before there is more."""
+        self._forget(learner)
+        return learner.is_full
+
+    def _forget(self, learner: Learner) -> None:
         learner.forget(self._received, self._released)
         self._released.clear()
-        return learner.is_full
 
     def _next(self, pipe: Pipe) -> _Received | None:
         """Receive a call; None if the learner says goodbye."""

@@ -167,6 +167,7 @@ class LearnerLink:
         self._pid = os.getpid()
         self._identity = secrets.token_bytes(16)
         self._number = self._received = 0
+        self._unsaid = False  # whether tensors have arrived since the last message
         self._place: Place | None = None
         self._pending: collections.deque[_Sent] = collections.deque()
         self._answers: dict[int, Any] = {}
@@ -234,12 +235,21 @@ class LearnerLink:
 
     def _send(self, pipe: Pipe, sent: _Sent) -> None:
         """Send a call, also again."""
-        files = self._files
-        if files is not None:
-            sent.ended += files.ended()
+        files, self._unsaid = self._files, False
+        if files is not None and sent.number:
+            sent.ended += files.ended(self._received)
         head = _CALL.pack(sent.number, self._received, files is not None, len(sent.ended))
         small = head + np.array(sent.ended, dtype="<u8").tobytes() + sent.text
         pipe.send([pack_header(Kind.CALL, sent.number, len(small), sent.size) + small, *sent.tensors])
+
+    @property
+    def _must_say(self) -> bool:
+        return self._unsaid and bool(self._pending) and self._pipe is not None
+
+    def _acknowledge(self) -> None:
+        """Say what has arrived, if no call has: a server that keeps as much as it may waits for that."""
+        if self._must_say and self._pipe is not None:
+            self._send(self._pipe, _Sent(0, b"", [], 0, None, wanted=False, told=False))
 
     def result(self, number: int) -> Any:
         """The answer of a call that is wanted: a tree.
@@ -287,6 +297,7 @@ class LearnerLink:
         deadline = time.monotonic() + self._timeout
         while not done():
             try:
+                self._acknowledge()
                 if not self._read_ahead(done):
                     error, self._read_error = self._read_error, None
                     if error is not None:
@@ -319,10 +330,10 @@ class LearnerLink:
                 raise
 
     def _read_ahead(self, done: Any) -> bool:
-        """Wait for the thread that reads ahead; False if there is none."""
+        """Wait for the thread that reads ahead until there is something to do; False if there is none."""
         with self._changed:
             while self._reader is not None:
-                if done():
+                if done() or self._must_say:
                     return True
                 if not self._changed.wait(self._timeout):
                     raise TimeoutError
@@ -395,6 +406,7 @@ class LearnerLink:
         self.largest = max(self.largest, sum(sizes) if sent.place is not None else 0)
         self._pending.popleft()
         self._received = sent.number
+        self._unsaid = self._unsaid or sum(sizes) > 0
         if sent.place is not None and header.kind is Kind.ANSWER:
             self._place = sent.place
         if sent.wanted:
@@ -452,12 +464,12 @@ class LearnerLink:
             self.described = json.loads(bytes(found.described))
         except ValueError as error:
             raise ProtocolError(f"A message LEARNING is no JSON ({error}).") from None
-        self._map(self.described.get("files"))
+        self._map(self.described.get("files") if self._maps and pipe.is_local else None)
         return bool(found.known)
 
     def _map(self, told: Any) -> None:
         """Map the memory of a server of this machine, if it has any."""
-        if told is None or not self._maps:
+        if told is None:
             self._files = None
         elif self._files is None or self._files.told != told:
             try:

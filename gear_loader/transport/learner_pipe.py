@@ -51,6 +51,12 @@ class Pipe:
         self._buffer[: len(ahead)] = ahead
         self._begin, self._end = 0, len(ahead)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether both sides have one address; see `Channel`."""
+        here, there = self.connection.getsockname(), self.connection.getpeername()
+        return bool(here[0] == there[0])
+
     def has_ended(self) -> bool:
         """Whether the other side has closed the connection; what it has sent before may not be received yet."""
         poll = select.poll()

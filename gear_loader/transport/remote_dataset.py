@@ -54,7 +54,9 @@ class RemoteDataset(ReplayDataset):
 
     The same options draw the same batches as over the `Table`. Transforms and `output` are applied here. The server
     draws `prefetch` batches ahead, up to `Prefetch.max_bytes`, holds them until they have arrived, and makes them with
-    its own processors. For a learner of its own machine it gathers large tensors into memory that the learner maps.
+    its own processors. For a learner of its own machine and user it gathers large tensors into memory that the learner
+    maps, and uses it again when the learner has no reference left: a child that the learner forks has to copy a batch
+    that it inherits.
     """
 
     def learn(self) -> None:

@@ -29,6 +29,7 @@ from gear_loader.selection.random import raw, uniforms
 from gear_loader.selection.samplers import SAMPLE_EPOCH, Prioritized, Uniform
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import is_strict, request
+from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.schema import as_mapping
 from gear_loader.transport.remote_dataset import RemoteDataset, RemoteOrigin, moved
 from gear_loader.utils.arrays import Array
@@ -171,7 +172,8 @@ class ShardsDataset(RemoteDataset):
             self._weigh(parts, shares[chosen], leasts / masses.sum(), number)
         for shard, part in zip(chosen, parts, strict=True):
             part["shard"] = torch.full((len(part["index"]),), shard, dtype=torch.int64, device="cpu")
-        return joined(parts, list(steps_only(self.table.schema, self.windows)))
+        tree = self.layout == "tree"
+        return joined(parts, list(steps_only(self.table.schema, self.windows)) if tree else None)
 
     def _masses(self) -> tuple[Array, Array]:
         """Mass and smallest leaf of each shard, float64 [S] each, as soon as there is something to draw.
@@ -363,7 +365,11 @@ class ShardsDataset(RemoteDataset):
 
 
 def _bytes_of(value: Any) -> int:
-    """Bytes of the tensors of a batch."""
+    """About how many bytes the values of a batch take."""
+    if isinstance(value, Ragged):
+        return int(value.values.nbytes + value.offsets.nbytes)
     if isinstance(value, Mapping):
-        return sum(map(_bytes_of, value.values()))
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(map(_bytes_of, value))
+    return len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 0)

@@ -283,7 +283,7 @@ CALL = WireMessage(
 """Numbers of the call, from 1 on, and of the last answer that has arrived. maps: whether tensors of the answer may lie
 in files of the server, which the learner maps. ended: numbers of answers to whose files it refers no more. call: a
 list of its name, its options and a tree of values. Bulk part: the tensors of the tree. Calls are executed in order, and
-once, though they come again over another connection."""
+once, though they come again over another connection. One with the number 0, and no call, only says what has arrived."""
 ANSWER = WireMessage(Kind.ANSWER, tree=_json)
 """A tree of values; bulk part: its tensors. The header has the number of the call."""
 METADATA = WireMessage(Kind.METADATA, name=_name, table=_name)

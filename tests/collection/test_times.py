@@ -15,6 +15,7 @@ from table_common import fresh_name
 from transport_common import SECRET, serving
 
 import gear_loader as gear
+from gear_loader.collection import timed
 from gear_loader.errors import SchemaError
 from gear_loader.native.nearest import EARLIER, INVALID, LATER, RESOLVED, nearest_steps
 
@@ -94,6 +95,28 @@ def windows_at(
         "now": gear.Window(at=[0.0], timestamps="time", column="time", squeeze=True),
         "next": gear.Window(2, column="time"),
     }
+
+
+def test_steps_far_from_the_anchors_take_no_more_memory_than_near_ones(
+    table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timed, "_MOST_TIMES", 1000)
+    reads, line = list[int](), timed.TimedSource._line
+
+    def counted(*given: Any) -> Any:
+        found = line(*given)
+        reads.append(found[0].size)
+        return found
+
+    monkeypatch.setattr(timed.TimedSource, "_line", counted)
+    windows = windows_at("edge", at=(-1e9, 0.0, 1e9))
+    data = gear.ReplayDataset(
+        table, batch_size=100, windows=windows, sampler=gear.Uniform(unit="step"), device="cpu"
+    )
+    for _ in range(2):
+        check(data.sample(), windows)
+    assert len(reads) > 20
+    assert max(reads) <= 1000
 
 
 @pytest.mark.parametrize("pad", ["keep", "edge"])

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from learner_common import CASES, assert_equal, dataset, filled, pair
+import torch
+from learner_common import CASES, assert_equal, connected, dataset, filled, pair
 from transport_common import SECRET, Proxy, serving
 from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.collection import references
-from gear_loader.transport import Limits, mapped_batches
+from gear_loader.transport import Limits, learner_link, learner_pipe, mapped_batches
 from gear_loader.transport.urls import url_of
 from gear_loader.utils import notices
 
@@ -83,6 +86,95 @@ def test_a_learner_that_cannot_map_gets_messages(
             assert_equal(mine.sample(), theirs.sample())
             assert theirs._link._files is None
     assert "come through the network" in caplog.text
+
+
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_a_server_that_keeps_as_much_as_it_may_goes_on_when_batches_have_arrived(broken_off: bool) -> None:
+    with filled(max_steps=4000) as table:
+        for _ in range(2):  # so that batches are larger than the server expects
+            steps = torch.arange(1000)
+            rows = {"obs": torch.zeros(1000, 3), "reward": steps.float(), "done": steps < 0}
+            table.add({**rows, "half": steps.bfloat16(), "prompt": torch.tensor(9)})
+        limits = Limits(learner_bytes=220_000)
+        with connected(table, timeout=5, limits=limits) as remote:
+            options = {"windows": gear.Whole(), "layout": "padded", "batch_size": 30, "batches_per_epoch": 8}
+            prefetch = gear.Prefetch(6, max_bytes=1 << 30 if broken_off else limits.learner_bytes)
+            theirs, mine = dataset(remote, prefetch=prefetch, **options), dataset(table, **options)
+            batches, expected = iter(theirs), iter(mine)
+            for _ in range(1 if broken_off else 8):
+                assert_equal(next(expected), next(batches))
+            assert theirs._link.largest > limits.learner_bytes // 2
+            if broken_off:
+                batches.close()
+                expected.close()
+                assert_equal(mine.sample(), theirs.sample())
+
+
+def test_memory_of_an_answer_that_was_read_in_part_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_batches, "LEAST_MAPPED", 1 << 10)
+    with pair() as (local, _, remote):
+        big: dict[str, Any] = {"windows": gear.Window(400), "batches_per_epoch": 12, "prefetch": 2}
+        mine, theirs = dataset(local, **big), dataset(remote, **big)
+        batches, expected = iter(theirs), iter(mine)
+        assert_equal(next(expected), next(batches))
+        opened, left = mapped_batches.MappedAnswers._open, iter([True, False])
+
+        def fails(self: Any, place: Any) -> Any:
+            if next(left, True):
+                return opened(self, place)
+            raise OSError("Too many open files")
+
+        monkeypatch.setattr(mapped_batches.MappedAnswers, "_open", fails)
+        with pytest.raises(gear.errors.TransportError, match="Too many open files"):
+            theirs.sample()
+        mine.sample()
+        kept = [next(batches) for _ in range(5)]
+        for each in kept:
+            assert_equal(next(expected), each)
+
+
+def test_batches_leave_descriptors_to_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(mapped_batches.resource, "getrlimit", lambda _: (80, 80))
+    memory = mapped_batches.MappedMemory()
+    held = [memory.empty((mapped_batches.LEAST_MAPPED,), torch.uint8) for _ in range(60)]
+    assert [memory.place(tensor) is None for tensor in held] == [False] * 20 + [True] * 40
+    assert len(os.listdir("/proc/self/fd")) - before <= 40
+    del held
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) - before <= 0
+    assert memory.place(memory.empty((mapped_batches.LEAST_MAPPED,), torch.uint8)) is not None
+
+
+def test_files_that_a_server_may_not_name_are_neither_mapped_nor_opened_for_writing(tmp_path: Path) -> None:
+    files = mapped_batches.MappedMemory()
+    told = files.describe()
+    assert told is not None
+    answers = mapped_batches.MappedAnswers(told)
+    path = tmp_path / "of another program"
+    path.write_bytes(bytes(1 << 12))
+    plain, unsealed, pipe = os.open(path, os.O_RDONLY), os.memfd_create("unsealed"), os.pipe()
+    os.ftruncate(unsealed, 1 << 12)
+    try:
+        for fd in (plain, unsealed, *pipe):
+            found = os.fstat(fd)
+            place = [fd, found.st_dev, found.st_ino, found.st_size]
+            with pytest.raises(OSError, match=r"Invalid|names|closed"):
+                answers.view(1, place)
+            with pytest.raises(OSError, match=r"cannot be mapped|Invalid|names|closed"):
+                mapped_batches.MappedAnswers([os.getpid(), place, bytes(1 << 12).hex()])
+    finally:
+        for fd in (plain, unsealed, *pipe):
+            os.close(fd)
+    with pytest.raises(OSError, match="other bytes"):
+        mapped_batches.MappedAnswers([told[0], told[1], ""])
+
+
+def test_a_server_of_another_address_names_no_files_to_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_pipe.Pipe, "is_local", False)
+    monkeypatch.setattr(learner_link, "MappedAnswers", pytest.fail)
+    with pair() as (local, _, remote):
+        assert_equal(dataset(local).sample(), dataset(remote).sample())
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from tree_common import check_groups, expanded, grouped
 import gear_loader as gear
 from gear_loader.errors import CheckpointError, PriorityError, SchemaError, StaleIndexError, TableClosedError
 from gear_loader.transport import RemoteShards
+from gear_loader.transport.shards_dataset import ShardsDataset
 
 SCHEMA = {"number": gear.Column(torch.int64)}
 SIZES = {"max_steps": 1000, "max_trajectories": 100}
@@ -87,6 +88,40 @@ def test_rows_and_weights_are_as_of_one_table(shards: RemoteShards, sampler: Any
         if sampler.normalize == "batch":
             assert batch["priority_weight"].max() == 1
     mine.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [(gear.Column(torch.float32, (None,)), torch.ones(1000)), (gear.Column(str), "." * 4000)],
+    ids=["array", "text"],
+)
+def test_values_of_any_length_count_for_the_bytes_of_prefetched_batches(
+    column: gear.Column, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordered, batch_of = list[int](), ShardsDataset._batch_of
+
+    def counted(self: Any, number: int, *given: Any) -> Any:
+        ordered.append(number)
+        return batch_of(self, number, *given)
+
+    monkeypatch.setattr(ShardsDataset, "_batch_of", counted)
+    columns = {"number": gear.Column(torch.int64), "value": column}
+    with (
+        gear.Table.create(columns, **SIZES, memory=gear.Memory(payload="1MiB")) as one,
+        gear.Table.create(columns, **SIZES, memory=gear.Memory(payload="1MiB")) as other,
+    ):
+        for table in (one, other):
+            table.add({**trajectory(0), "value": [value] * 5})
+        with RemoteShards([one, other]) as both:
+            ahead = gear.Prefetch(6, max_bytes=150_000)  # two batches
+            replay = dataset(both, gear.Uniform(), batch_size=16, prefetch=ahead)
+            batches = iter(replay)
+            for _ in range(12):
+                next(batches)
+            replay._ahead.submit(int).result()  # what was ordered before has been drawn
+            assert 12 <= len(ordered) <= 15
+            batches.close()
+            replay.close()
 
 
 def test_priorities_reach_the_shard_of_each_row(shards: RemoteShards) -> None:
@@ -171,6 +206,25 @@ def test_what_several_shards_refuse(shards: RemoteShards) -> None:
         RemoteShards([shards.tables[0], gear.Table.create({"x": gear.Column(torch.int64)}, **SIZES)])
     with pytest.raises(SchemaError, match="expected one or more"):
         RemoteShards([])
+
+
+def test_columns_may_have_names_of_parts_of_a_tree() -> None:
+    columns = {name: gear.Column(torch.int64) for name in ("parent", "group")}
+    with gear.Table.create(columns, **SIZES) as one, gear.Table.create(columns, **SIZES) as other:
+        for number, table in enumerate((one, other)):
+            table.add({"parent": 100 * number + torch.arange(5), "group": torch.arange(5)})
+        with RemoteShards([one, other]) as both:
+            options: dict[str, Any] = {"batch_size": 64, "device": "cpu"}
+            for packed in (False, True):
+                windows = (
+                    {"windows": gear.Whole(), "layout": "packed"} if packed else {"windows": gear.Window(1)}
+                )
+                batch = gear.ReplayDataset(both, **windows, **options).sample()
+                steps = batch["position"] if packed else batch["anchor"]
+                shard = batch["shard"].repeat_interleave(5) if packed else batch["shard"]
+                assert 0 < int(shard.sum()) < len(shard)
+                assert torch.equal(batch["parent"].view(-1), 100 * shard + steps)
+                assert torch.equal(batch["group"].view(-1), steps.long())
 
 
 def test_writers_take_tables_of_this_machine(shards: RemoteShards) -> None:
