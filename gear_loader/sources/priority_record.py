@@ -102,6 +102,7 @@ class PriorityDraws:
         self._key = key
         self._tree = PriorityTree(len(numbers), extremes=False)
         self._waiting: deque[tuple[Array, Array]] = deque()
+        self._ended = False
         known = record.priorities[numbers]
         self.maximum = float(np.nanmax(known, initial=1.0))
         self._unset: Array = np.isnan(known)
@@ -113,13 +114,13 @@ class PriorityDraws:
         """Set priorities, float32 [n], of episodes, int64 [n], before the next draw; from any thread.
 
         Returns:
-            bool [n], whether an episode is one of these.
+            bool [n], whether an episode is one of these, and draws go on.
 
         Raises:
             PriorityError: a power exceeds float32's range. Nothing was changed.
         """
         checked_leaves(self._sampler, priorities)
-        mine: Array = self._numbers[self._places(numbers)] == numbers
+        mine: Array = (self._numbers[self._places(numbers)] == numbers) & (not self._ended)
         if mine.any():
             self._record.priorities[numbers[mine]] = priorities[
                 mine
@@ -148,6 +149,11 @@ class PriorityDraws:
             numbers, priorities = self._waiting.popleft()
             self.update(numbers, priorities)
             self.when_updated(numbers)
+
+    def end(self) -> None:
+        """Apply what there is, and take no more: the record may be another load's from now on."""
+        self._ended = True
+        self.apply()
 
     def fetched(self, numbers: Array, priorities: Array) -> None:
         """Note the priorities, float32 [n], with which episodes, int64 [n], were added, unless others are known."""

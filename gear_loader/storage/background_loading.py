@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
 from gear_loader.errors import SourceError
-from gear_loader.utils.background import background_thread, lower_priority
+from gear_loader.utils.background import background_thread
 
 _logger = logging.getLogger("gear_loader")
 
@@ -42,18 +44,18 @@ class Loading:
         *,
         num_loaded: int = 0,
         epochs: int | None = 1,
-        low_priority: bool = True,
         update_priority: Callable[[Any, Any], int] | None = None,
     ) -> None:
         """`pieces` adds trajectories, and yields how many there are so far, also while it waits."""
         self.source, self.num_trajectories, self.num_steps = source, num_trajectories, num_steps
         self.num_loaded, self.epochs = num_loaded, epochs
-        self._low_priority, self._update_priority = low_priority, update_priority
+        self._update_priority = update_priority
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._complete = False
         self._pid = os.getpid()
         self._thread = background_thread(self._run, "gear-loader-loading", args=(pieces,), stop=self._stop)
+        _started.add(self)
         self._thread.start()
 
     @property
@@ -105,7 +107,8 @@ class Loading:
             priority: numbers [n], finite as float32 and not negative. Of equal numbers the last one counts.
 
         Returns:
-            The number of rows that were skipped, because another rank fetches the episode.
+            The number of rows that were skipped, because another rank fetches the episode; all once the loading has
+            ended.
 
         Raises:
             PriorityError: a priority is invalid, or `alpha` raises it beyond float32's range. Nothing was changed.
@@ -133,8 +136,7 @@ class Loading:
         return f"<{self.source}: {state},{epoch} {count} trajectories>"
 
     def _run(self, pieces: Generator[int]) -> None:
-        if self._low_priority:
-            lower_priority()
+        # Of the priority of the process: it holds what draws wait for, the table's lock and the interpreter.
         try:
             with contextlib.closing(pieces):
                 for self.num_loaded in pieces:
@@ -151,3 +153,17 @@ class Loading:
                 )
         finally:
             self._ended.set()
+
+
+_started: weakref.WeakSet[Loading] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for loading in list(_started):
+        if loading._pid == os.getpid():
+            loading._stop()
+
+
+# Executors refuse work from their own handler on, which runs after this one: the last one registered runs first.
+assert concurrent.futures.thread
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
