@@ -48,6 +48,8 @@ class PriorityRecord:
                 )
             self._file = os.open(where, os.O_RDWR | os.O_CLOEXEC)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # For writing, numpy would fill a file that is cut off with zeros.
+            np.lib.format.open_memmap(where, mode="r")
             self.priorities = np.lib.format.open_memmap(where, mode="r+")
         except BlockingIOError as error:
             self.close()
@@ -61,6 +63,13 @@ class PriorityRecord:
             found = f"{self.priorities.dtype} {list(self.priorities.shape)}"
             self.close()
             raise SourceError(f"record={str(where)!r} has {found}; expected float32 [{count}].")
+        known = self.priorities[~np.isnan(self.priorities)]
+        if not (np.isfinite(known) & (known >= 0)).all():
+            self.close()
+            raise SourceError(
+                f"record={str(where)!r} has priorities from {known.min()} to {known.max()}; expected finite ones of at "
+                "least 0, or NaN. It is damaged, or another's."
+            )
 
     @staticmethod
     def _create(path: Path, count: int) -> None:

@@ -216,6 +216,16 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
             Refresh(**options)
     reader, path = Numbered(COUNT), tmp_path / "record.npy"
     np.save(path, np.zeros(3))
+    whole, cut, damaged = (tmp_path / f"{name}.npy" for name in ("whole", "cut", "damaged"))
+    np.save(whole, np.ones(COUNT, np.float32))
+    cut.write_bytes(whole.read_bytes()[:-40])
+    np.save(damaged, np.full(COUNT, -1, np.float32))
+    before = cut.read_bytes()
+    with pytest.raises(SourceError, match=r"record='.*cut.npy' cannot be used"):
+        PriorityRecord(COUNT, cut, resume=True)
+    assert cut.read_bytes() == before
+    with pytest.raises(SourceError, match=r"has priorities from -1.0 to -1.0; expected finite ones"):
+        PriorityRecord(COUNT, damaged, resume=True)
     with table_of(3) as plain, table(3) as own:
         with pytest.raises(SourceError, match="the table has None as column 'source_episode'"):
             load(reader, plain, refresh=by_priority(), progress=False)
