@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread
+import concurrent.futures.thread  # noqa: F401  its hook at the end of the interpreter must run after `_stop_all`
 import contextlib
 import logging
 import os
@@ -164,6 +164,5 @@ def _stop_all() -> None:
             loading._stop()
 
 
-# Executors refuse work from their own handler on, which runs after this one: the last one registered runs first.
-assert concurrent.futures.thread
+# Executors refuse work from their own hook on; the last one registered runs first.
 threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
