@@ -17,7 +17,7 @@ def read_ahead(items: Iterator[_T]) -> Generator[_T]:
 
     Closing it waits for the item that is being taken.
     """
-    reading = _Reading(items)
+    reading = _ReadingThread(items)
     try:
         while True:
             item = reading.found.get()
@@ -32,7 +32,7 @@ def read_ahead(items: Iterator[_T]) -> Generator[_T]:
         raise reading.error
 
 
-class _Reading(Generic[_T]):
+class _ReadingThread(Generic[_T]):
     """The thread."""
 
     def __init__(self, items: Iterator[_T]) -> None:
