@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  its hook at the end of the interpreter must run after `_stop_all`
+import concurrent.futures.thread  # noqa: F401  its hook at the end of the interpreter must run after `_note_end`
 import contextlib
 import logging
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -55,7 +54,6 @@ class Loading:
         self._complete = False
         self._pid = os.getpid()
         self._thread = background_thread(self._run, "gear-loader-loading", args=(pieces,), stop=self._stop)
-        _started.add(self)
         self._thread.start()
 
     @property
@@ -146,7 +144,7 @@ class Loading:
                     self._complete = True
         except BaseException as error:
             # Else the table was closed, maybe in the middle of a piece, or the interpreter ends.
-            if not self._stopped.is_set() and threading.main_thread().is_alive():
+            if not (self._stopped.is_set() or _ending):
                 self._error = error
                 _logger.error(
                     "Loading ended after %s trajectories of %s: %s", self.num_loaded, self.source, error
@@ -155,14 +153,13 @@ class Loading:
             self._ended.set()
 
 
-_started: weakref.WeakSet[Loading] = weakref.WeakSet()
+_ending = False
 
 
-def _stop_all() -> None:
-    for loading in list(_started):
-        if loading._pid == os.getpid():
-            loading._stop()
+def _note_end() -> None:
+    global _ending
+    _ending = True
 
 
 # Executors refuse work from their own hook on; the last one registered runs first.
-threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+threading._register_atexit(_note_end)  # type: ignore[attr-defined]
