@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextvars
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
@@ -147,7 +148,12 @@ class ArchiveReads:
         pool = self._pool
         assert pool is not None
         futures = {
-            pool.submit(file.chunks, wanted[0][0], wanted[-1][0]): (file, wanted) for file, wanted in runs
+            # With the deadline of the caller.
+            pool.submit(contextvars.copy_context().run, file.chunks, wanted[0][0], wanted[-1][0]): (
+                file,
+                wanted,
+            )
+            for file, wanted in runs
         }
         errors: dict[int, Exception] = {}
         for future in concurrent.futures.as_completed(futures):

@@ -13,6 +13,7 @@ The directory is locked as long as the table is open, and a forked child does no
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401  its hook at the end of the interpreter must run after `_close_all`
+import contextlib
 import logging
 import os
 import threading
@@ -37,6 +38,7 @@ from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.storage.operations.view import REFUSE
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
+from gear_loader.utils.addresses import shorter_deadline
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import Event, holds_any, new_mutex, run_alone
 from gear_loader.utils.notices import notice
@@ -56,6 +58,8 @@ _ARCHIVED_FROM = 0.75
 """Share of `Disk.size` from which on segments go to the archive, if there is one."""
 _REWRITE_PAUSE = 600.0
 """Seconds from a failed write on in which no segments of the archive are rewritten."""
+_REWRITE_SECONDS = 5.0
+"""Most that a request to the archive takes in such a write, repetitions included: others may wait for blocks."""
 _logger = logging.getLogger("gear_loader")
 
 
@@ -386,7 +390,8 @@ class WriteBehind:
             # Until the new checkpoint is known: an exception may come between any two lines.
             place.is_uncertain, place.on_disk = True, None
             try:
-                save.run_behind(place.previous, self._arena, self._note, from_archive=from_archive)
+                with shorter_deadline(_REWRITE_SECONDS) if from_archive else contextlib.nullcontext():
+                    save.run_behind(place.previous, self._arena, self._note, from_archive=from_archive)
             except BaseException as error:
                 place.on_disk = None if save.has_changed else known
                 place.is_uncertain = save.has_changed  # its files may be there still

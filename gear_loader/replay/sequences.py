@@ -58,9 +58,9 @@ class SequenceBuffer(ReplayBuffer):
     them. If all of a running episode has been dropped, a sequence begins at the step that comes next.
 
     Args:
-        capacity, batch_size, num_envs, observation_space, action_space, device, name, if_exists, disk, seed, payload,
-            ragged: as for `ReplayBuffer`. Values of any length come as `Ragged` of ``[B, T]``, or as lists of lists.
-            Spaces go with an `add` without other columns.
+        capacity, batch_size, num_envs, device, name, if_exists, disk, seed: as for `ReplayBuffer`.
+        observation_space, action_space: as there; they go with an `add` without other columns.
+        payload, ragged: as there. Values of any length come as `Ragged` of ``[B, T]``, or as lists of lists.
         length: steps of a sequence, its burn-in included.
         burn_in: steps that only warm up the recurrent state (R2D2: Kapturowski et al., 2019).
         overlap: steps that consecutive sequences of an episode have in common; by default `burn_in`, so that every step

@@ -11,6 +11,7 @@ from gear_loader.sources.priority_record import PriorityDraws
 from gear_loader.storage import counters as at
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Window
+from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -92,3 +93,6 @@ class FetchedEpisodes:
         self._seen[slots] = priorities = self._draws.priority(self._numbers[slots])
         updates = PriorityUpdates(slots, np.zeros_like(slots), self._generations[slots], priorities)
         self._table._engine.revise(updates, strict=False)
+        arrays = self._table._engine.index.arrays
+        left = (arrays.state[slots] != READY) | (arrays.generation[slots] != self._generations[slots])
+        self._numbers[slots[left]] = -1  # the priorities that they left with are those of before

@@ -21,6 +21,7 @@ from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.statistics import StatisticsOf
 from gear_loader.storage.table import Table
 from gear_loader.utils.progress import progress_bar
+from gear_loader.utils.reading_ahead import read_ahead
 
 
 @dataclasses.dataclass
@@ -32,6 +33,7 @@ class Filling:
             None: all are, and how many they are is not known.
         priority: of each. progress: whether to show a bar. statistics: whether to gather them.
         first: episodes that each table has already; none of any by default.
+        ahead: whether a thread of low priority reads a piece while the one before it is added.
         piece: bytes added at once; None: all. first_piece: bytes of the first one, of which later ones have up to twice
             as many each; None: as of all. added: episodes that the tables have by now.
     """
@@ -45,6 +47,7 @@ class Filling:
     first: Sequence[int] = ()
     piece: int | None = None
     first_piece: int | None = None
+    ahead: bool = False
     added: int = 0
 
     def __post_init__(self) -> None:
@@ -101,14 +104,17 @@ class Filling:
         total = None if self.lengths is None else int(self.lengths.sum())
         # All tables have the episodes before this one.
         begin = min(first * len(tables) + number for number, first in enumerate(self.first))
-        with progress_bar("Loading", total, unit="steps", enabled=self.progress) as (advance, _):
+        with (
+            progress_bar("Loading", total, unit="steps", enabled=self.progress) as (advance, _),
+            contextlib.ExitStack() as stack,
+        ):
             episodes: Iterator[Episode] = fitted_episodes(reader, tables[0])
             if self.lengths is not None:
                 episodes = advancing(episodes, self.lengths, advance)
-            for piece in self._cut(itertools.islice(episodes, begin)):
+            for piece in self._read(itertools.islice(episodes, begin), stack):
                 if gathered is not None:
                     gathered.add(piece)
-            for piece in self._cut(episodes):
+            for piece in self._read(episodes, stack):
                 for number, table in enumerate(tables):
                     dealt = self._dealt(piece, begin, number)
                     if dealt:
@@ -122,6 +128,11 @@ class Filling:
         if gathered is not None:
             for table in tables:
                 table._engine.statistics = gathered.result()
+
+    def _read(self, episodes: Iterator[Episode], stack: contextlib.ExitStack) -> Iterator[list[Episode]]:
+        """Pieces; the stack ends their thread, if there is one."""
+        pieces = self._cut(episodes)
+        return stack.enter_context(contextlib.closing(read_ahead(pieces))) if self.ahead else pieces
 
     def _dealt(self, piece: list[Episode], begin: int, number: int) -> list[Episode]:
         """What the table of this number gets of the episodes from `begin` on."""

@@ -89,6 +89,13 @@ class _NoCollection:
 
     def __init__(self) -> None:
         self._mutex, self._inside, self._enabled = threading.Lock(), 0, False
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        """The threads inside are the parent's."""
+        if self._inside and self._enabled:
+            gc.enable()
+        self._mutex, self._inside = threading.Lock(), 0
 
     def __enter__(self) -> None:
         with self._mutex:

@@ -115,8 +115,10 @@ class Sizes:
         return taken
 
 
-def made_table(reader: EpisodeReader, lengths: np.ndarray, request: LoadRequest, share: float = 1.0) -> Table:
-    """A table of exactly the size of a reader's first episodes, of these lengths; or of a share of it, which evicts.
+def made_table(
+    reader: EpisodeReader, lengths: np.ndarray, request: LoadRequest, share: float, *, evicts: bool
+) -> Table:
+    """A table of exactly the size of a reader's first episodes, of these lengths; or of a share of it.
 
     Raises:
         SourceError: no table can have the columns. SchemaError: it refuses options.
@@ -146,5 +148,5 @@ def made_table(reader: EpisodeReader, lengths: np.ndarray, request: LoadRequest,
         memory=Memory(max_blocks=blocks, packed=packed, payload=payload),
         block_steps=in_blocks,
         name=request.name,
-        on_full="error" if share == 1.0 else "evict_oldest",
+        on_full="evict_oldest" if evicts else "error",
     )

@@ -48,6 +48,8 @@ class PriorityRecord:
                 )
             self._file = os.open(where, os.O_RDWR | os.O_CLOEXEC)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # For writing, numpy would fill a file that is cut off with zeros.
+            np.lib.format.open_memmap(where, mode="r")
             self.priorities = np.lib.format.open_memmap(where, mode="r+")
         except BlockingIOError as error:
             self.close()
@@ -61,6 +63,13 @@ class PriorityRecord:
             found = f"{self.priorities.dtype} {list(self.priorities.shape)}"
             self.close()
             raise SourceError(f"record={str(where)!r} has {found}; expected float32 [{count}].")
+        known = self.priorities[~np.isnan(self.priorities)]
+        if not (np.isfinite(known) & (known >= 0)).all():
+            self.close()
+            raise SourceError(
+                f"record={str(where)!r} has priorities from {known.min()} to {known.max()}; expected finite ones of at "
+                "least 0, or NaN. It is damaged, or another's."
+            )
 
     @staticmethod
     def _create(path: Path, count: int) -> None:
@@ -102,6 +111,7 @@ class PriorityDraws:
         self._key = key
         self._tree = PriorityTree(len(numbers), extremes=False)
         self._waiting: deque[tuple[Array, Array]] = deque()
+        self._ended = False
         known = record.priorities[numbers]
         self.maximum = float(np.nanmax(known, initial=1.0))
         self._unset: Array = np.isnan(known)
@@ -113,13 +123,13 @@ class PriorityDraws:
         """Set priorities, float32 [n], of episodes, int64 [n], before the next draw; from any thread.
 
         Returns:
-            bool [n], whether an episode is one of these.
+            bool [n], whether an episode is one of these, and draws go on.
 
         Raises:
             PriorityError: a power exceeds float32's range. Nothing was changed.
         """
         checked_leaves(self._sampler, priorities)
-        mine: Array = self._numbers[self._places(numbers)] == numbers
+        mine: Array = (self._numbers[self._places(numbers)] == numbers) & (not self._ended)
         if mine.any():
             self._record.priorities[numbers[mine]] = priorities[
                 mine
@@ -148,6 +158,11 @@ class PriorityDraws:
             numbers, priorities = self._waiting.popleft()
             self.update(numbers, priorities)
             self.when_updated(numbers)
+
+    def end(self) -> None:
+        """Apply what there is, and take no more: the record may be another load's from now on."""
+        self._ended = True
+        self.apply()
 
     def fetched(self, numbers: Array, priorities: Array) -> None:
         """Note the priorities, float32 [n], with which episodes, int64 [n], were added, unless others are known."""

@@ -48,7 +48,7 @@ class Refreshing:
         table, reader: of which `check_fit` has approved. lengths: of the reader's first episodes, which are fetched.
         order: theirs. refresh: how. priority: of each, where they are not drawn by it. progress: whether to show a bar
         for each epoch. pause: seconds between looks at the rows drawn.
-        when_full: called when the table has no more room.
+        when_full: called when the table has no more room, or has all episodes of the last epoch.
     """
 
     table: Table
@@ -105,6 +105,7 @@ class Refreshing:
             del fetched
         if piece:
             yield from self._add(piece, given)
+        self.when_full()
 
     def _most(self, given: int) -> float:
         """How many episodes may be added at once now, if so many were given; more than one if the fetch is behind."""
@@ -117,6 +118,8 @@ class Refreshing:
     def _add(self, piece: list[_Fetched], given: int) -> Iterator[int]:
         """Add episodes as soon as they may be."""
         while not self._may_add(piece, given):
+            if isinstance(self.order, PriorityOrder):
+                self.order.draws.apply()  # until the next draw the process may be killed
             time.sleep(self.pause)
             yield given
         while True:
@@ -239,7 +242,7 @@ def together(refreshing: list[Refreshing], given: list[int], record: PriorityRec
             stack.callback(record.close)
         for each in refreshing:
             if isinstance(each.order, PriorityOrder):
-                stack.callback(each.order.draws.apply)
+                stack.callback(each.order.draws.end)
         fetches = [each.pieces(before) for each, before in zip(refreshing, given, strict=True)]
         left = {number: stack.enter_context(contextlib.closing(each)) for number, each in enumerate(fetches)}
         while left:

@@ -106,11 +106,11 @@ def load(
         statistics: whether to gather statistics of what is added: `Table.statistics`, saved with the table.
         max_bytes: take the first trajectories that take so many bytes at most, an int or a text such as ``"8GiB"``,
             without the ends of blocks and the index. With `refresh` the table made here has room for so many.
-        wait: whether to return when all is loaded, or with `refresh` when the table is full. If False, a thread of low
-            priority fills the table while it can be drawn from: `Table.loading`. Then it is not all or none: after an
-            error, which ``table.loading.wait()`` raises, the table keeps what was added. The thread also runs a
-            generator, for a table that is given, unless `filter`, `resume`, `max_bytes`, `shard` or `refresh` need its
-            end.
+        wait: whether to return when all is loaded, or with `refresh` when the table is full. If False, a thread fills
+            the table while it can be drawn from: `Table.loading`. Another one, of low priority, reads a piece ahead.
+            Then it is not all or none: after an error, which ``table.loading.wait()`` raises, the table keeps what was
+            added. The thread that reads also runs a generator, for a table that is given, unless `filter`, `resume`,
+            `max_bytes`, `shard` or `refresh` need its end.
         resume: the table was given the first trajectories of this source before, and nothing else, by a load in the
             background that ended, or was killed; those that are missing are added. Such a table has a name, was saved,
             or is recovered from its disk. Several tables: the same ones, in the same order.
@@ -121,7 +121,7 @@ def load(
         refresh: True, or a `Refresh` with options: a thread goes on fetching trajectories that the table cannot hold at
             once, in random order, over several epochs; each takes the place of another one. For a table that evicts, or
             waits for room; or for one made here, of `max_bytes`, that evicts the oldest. If the table can hold all,
-            they are loaded once. Several tables share each epoch.
+            they are loaded once, unless they are fetched by priority. Several tables share each epoch.
         shard: (number, count): take one of so many parts of the source, of equal numbers of trajectories, as the
             process of a rank for its own table: ``(rank, world_size)``. With `refresh` another part in each epoch.
 
@@ -212,13 +212,15 @@ class _Load:
                 f"{given} given, and {reader.source} has {len(lengths):,} episodes; expected more."
             )
         refresh, share, most = request.renewal, 1.0, request.most_bytes
+        # Draws by priority go on where a table can hold all, too: its rows are drawn uniformly.
+        passes = refresh is not None and refresh.sampler is None
         sizes = Sizes(reader, lengths, request.progress)
         if refresh is not None and not target.tables:
             assert most is not None
             share = sizes.share(most, request.payload)
             if share * len(lengths) / (last - first) >= 1.0:
-                refresh, share = None, 1.0
-        elif refresh is not None and _hold_all(target.tables, reader, lengths, request.resume):
+                refresh, share = (None, 1.0) if passes else (refresh, (last - first) / len(lengths))
+        elif passes and _hold_all(target.tables, reader, lengths, request.resume):
             refresh = None
         if refresh is None and target.part != (0, 1):
             reader = Part(reader, first, last)
@@ -231,7 +233,8 @@ class _Load:
         """Load it; returns the first table."""
         tables, request = self.target.tables, self.request
         if not tables:
-            tables = (made_table(self.reader, self.lengths, request, self.share),)
+            evicts = self.refresh is not None
+            tables = (made_table(self.reader, self.lengths, request, self.share, evicts=evicts),)
         else:
             for table in tables:
                 check_fit(self.reader, self.lengths, table)
@@ -308,6 +311,7 @@ def _begin(fill: Filling) -> None:
     fill.piece, fill.first_piece = BACKGROUND_BYTES, min(FIRST_BYTES, BACKGROUND_BYTES)
     count, steps = (None, None) if fill.lengths is None else (len(fill.lengths), int(fill.lengths.sum()))
     pieces = (fill.added for _ in fill.pieces())
+    fill.ahead = True
     loading = Loading(fill.reader.source, count, steps, pieces, num_loaded=fill.added)
     for table in fill.tables:
         table._engine.loading = loading
@@ -328,8 +332,6 @@ def _begin_refresh(
         together(refreshing, given, record),
         num_loaded=sum(given),
         epochs=first.refresh.epochs,
-        # It does little, and holds what draws wait for: the lock, and the interpreter.
-        low_priority=False,
         update_priority=None if first.refresh.sampler is None else update_of(refreshing),
     )
     for each in refreshing:

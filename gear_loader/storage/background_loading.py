@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  its hook at the end of the interpreter must run after `_note_end`
 import contextlib
 import logging
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from gear_loader.errors import SourceError
-from gear_loader.utils.background import background_thread, lower_priority
+from gear_loader.utils.background import background_thread
 
 _logger = logging.getLogger("gear_loader")
 
@@ -42,13 +43,12 @@ class Loading:
         *,
         num_loaded: int = 0,
         epochs: int | None = 1,
-        low_priority: bool = True,
         update_priority: Callable[[Any, Any], int] | None = None,
     ) -> None:
         """`pieces` adds trajectories, and yields how many there are so far, also while it waits."""
         self.source, self.num_trajectories, self.num_steps = source, num_trajectories, num_steps
         self.num_loaded, self.epochs = num_loaded, epochs
-        self._low_priority, self._update_priority = low_priority, update_priority
+        self._update_priority = update_priority
         self._stopped, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._complete = False
@@ -105,7 +105,8 @@ class Loading:
             priority: numbers [n], finite as float32 and not negative. Of equal numbers the last one counts.
 
         Returns:
-            The number of rows that were skipped, because another rank fetches the episode.
+            The number of rows that were skipped, because another rank fetches the episode; all once the loading has
+            ended.
 
         Raises:
             PriorityError: a priority is invalid, or `alpha` raises it beyond float32's range. Nothing was changed.
@@ -133,8 +134,7 @@ class Loading:
         return f"<{self.source}: {state},{epoch} {count} trajectories>"
 
     def _run(self, pieces: Generator[int]) -> None:
-        if self._low_priority:
-            lower_priority()
+        # Of the priority of the process: it holds what draws wait for, the table's lock and the interpreter.
         try:
             with contextlib.closing(pieces):
                 for self.num_loaded in pieces:
@@ -144,10 +144,22 @@ class Loading:
                     self._complete = True
         except BaseException as error:
             # Else the table was closed, maybe in the middle of a piece, or the interpreter ends.
-            if not self._stopped.is_set() and threading.main_thread().is_alive():
+            if not (self._stopped.is_set() or _ending):
                 self._error = error
                 _logger.error(
                     "Loading ended after %s trajectories of %s: %s", self.num_loaded, self.source, error
                 )
         finally:
             self._ended.set()
+
+
+_ending = False
+
+
+def _note_end() -> None:
+    global _ending
+    _ending = True
+
+
+# Executors refuse work from their own hook on; the last one registered runs first.
+threading._register_atexit(_note_end)  # type: ignore[attr-defined]

@@ -6,11 +6,14 @@ Credentials, endpoints and other options are fsspec's: its configuration files a
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import errno
+import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from gear_loader.errors import CheckpointError, GearError
@@ -40,6 +43,7 @@ _OF_CONNECTIONS = {
     "TimeoutError",
 }
 _Result = TypeVar("_Result")
+_most_seconds: contextvars.ContextVar[float] = contextvars.ContextVar("most_seconds", default=math.inf)
 
 
 class UnreachableError(CheckpointError):
@@ -74,6 +78,16 @@ def file_system(address: str, error: type[GearError] = CheckpointError) -> tuple
     except (ImportError, ValueError) as problem:
         raise error(f"{address} cannot be opened: {problem}") from problem
     return system, str(path)
+
+
+@contextlib.contextmanager
+def shorter_deadline(seconds: float) -> Iterator[None]:
+    """Let requests of this context end, and be repeated, within so many seconds, if that is less than else."""
+    before = _most_seconds.set(seconds)
+    try:
+        yield
+    finally:
+        _most_seconds.reset(before)
 
 
 def repeated(
@@ -114,7 +128,7 @@ def repeated(
                     f"{address} cannot be {what}: the store answered {_shown(problem)}. Check the address and its "
                     "permissions, and what fsspec is told of credentials and the endpoint."
                 ) from problem
-            if seconds + pause >= DEADLINE_SECONDS:
+            if seconds + pause >= min(DEADLINE_SECONDS, _most_seconds.get()):
                 raise error(
                     f"{address} cannot be {what}: {tries} tries in {seconds:.0f} s failed, the last with "
                     f"{_shown(problem)}. Try again when the store works."
@@ -132,9 +146,8 @@ def call(system: Any, method: str, *given: Any, seconds: float | None = None, **
         return getattr(system, method)(*given, **options)
     from fsspec.asyn import sync
 
-    return sync(
-        system.loop, getattr(system, f"_{method}"), *given, timeout=seconds or REQUEST_SECONDS, **options
-    )
+    timeout = min(seconds or REQUEST_SECONDS, _most_seconds.get())
+    return sync(system.loop, getattr(system, f"_{method}"), *given, timeout=timeout, **options)
 
 
 def _shown(problem: BaseException) -> str:

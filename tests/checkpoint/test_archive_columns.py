@@ -216,6 +216,28 @@ def test_a_store_that_fails_stops_no_write(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.long
+def test_a_store_that_is_down_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a write that rewrites a segment: others wait for it."""
+    table, model = filled(tmp_path)
+    with table:
+        table._engine.tier_reader()._reset()  # type: ignore[attr-defined]
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError(5, "down")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(behind, "_REWRITE_SECONDS", 0.2)
+            patch.setattr(addresses, "DEADLINE_SECONDS", 3_600)
+            patch.setattr(type(fsspec.filesystem("memory")), "cat_file", fail)
+            keep_one(table, model)
+            table.save(tmp_path)
+            writer: Any = table._engine.disk
+            assert writer._rewrite_at > time.monotonic()
+        for slot, known in model.items():
+            same(table, slot, known)
+
+
+@pytest.mark.long
 def test_many_live_rows_stay_in_the_archive(tmp_path: Path) -> None:
     table, model = filled(tmp_path)
     with table:

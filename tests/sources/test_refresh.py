@@ -243,14 +243,18 @@ def test_the_fetch_is_not_held_up_by_other_processes() -> None:
             reading.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
             return super().between(first, last)
 
-    with table_of(5) as table:
-        load(Noted(40), table, refresh=True, progress=False)
-        assert table.loading is not None
-        thread = table.loading._thread.native_id
-        assert thread is not None
-        own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, thread) == own
-        assert set(reading) == {10} or own >= 10
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for options in ({"refresh": True}, {"wait": False}):
+        reading.clear()
+        with table_of(5) as table:
+            load(Noted(40), table, progress=False, **options)
+            loading = table.loading
+            assert loading is not None
+            wait_until(lambda loading=loading: loading.num_loaded > 0)
+            assert loading._thread.native_id is not None
+            if not loading.done:
+                assert os.getpriority(os.PRIO_PROCESS, loading._thread.native_id) == own
+            assert set(reading) == {10} or own >= 10
 
 
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])
@@ -367,6 +371,33 @@ def test_a_killed_refresh_goes_on(tmp_path: Path) -> None:
                 each.check_valid()
         finally:
             table.unlink()
+
+
+def test_a_table_with_room_for_its_part_is_not_waited_for() -> None:
+    with table_of(30) as large, table_of(5) as small:
+        load(Numbered(40), [large, small], refresh=Refresh(epochs=1), progress=False)
+        assert (len(large), len(small)) == (20, 5)
+
+
+@pytest.mark.long
+def test_nothing_is_logged_at_the_end_of_the_process() -> None:
+    """Whatever the threads are in the middle of."""
+    script = """
+        import sys, time
+        sys.path[:0] = sys.argv[1:]
+        from test_refresh import Numbered, Refresh, load, table_of
+        class Slow(Numbered):
+            def between(self, first, last):
+                time.sleep(0.1)
+                return super().between(first, last)
+        table = table_of(5)
+        load(Slow(500), table, refresh=Refresh(samples_per_insert=0.001), progress=False)
+        table.sample(4)
+        time.sleep(0.3)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), *sys.path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "Loading ended" not in ended.stderr
 
 
 def test_refresh_of_several_tables_at_once() -> None:

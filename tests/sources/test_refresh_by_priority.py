@@ -21,6 +21,7 @@ import gear_loader as gear
 from gear_loader.errors import PriorityError, SourceError
 from gear_loader.sources import Refresh, load
 from gear_loader.sources.fetch_orders import PriorityOrder
+from gear_loader.sources.fetched_episodes import FetchedEpisodes
 from gear_loader.sources.priority_record import PriorityRecord
 
 OWN = Refresh(sampler=gear.Prioritized()).own_columns
@@ -159,6 +160,49 @@ def test_priorities_by_number_and_columns_of_a_table_that_is_made(tmp_path: Path
             loading.update_priority([3], [1.0])
 
 
+def test_priorities_by_number_are_in_the_table_while_the_fetch_waits(tmp_path: Path) -> None:
+    """So that a process that is killed then goes on with them; once it has ended, others may use the record."""
+    path = tmp_path / "priorities.npy"
+    with table(5) as filled:
+        load(Numbered(COUNT), filled, refresh=by_priority(record=path), progress=False)
+        loading = filled.loading
+        assert loading is not None
+        slots = filled.indices()
+        numbers = [int(filled[slot]["source_episode"]) for slot in slots.tolist()]
+        assert loading.update_priority(numbers, [7.0] * 5) == 0
+        priorities = filled._engine.index.arrays.priority
+        wait_until(lambda: (priorities[slots] == 7).all())
+        loading.cancel()
+        assert loading.update_priority(numbers, [3.0] * 5) == 5
+        assert (np.load(path)[numbers] == 7).all()
+
+
+def test_a_priority_by_number_counts_after_the_episode_has_left() -> None:
+    """Not the one that it left the table with."""
+    order = PriorityOrder(PriorityRecord(COUNT), COUNT, by_priority())
+    with table(3) as filled:
+        held = FetchedEpisodes(filled, "source_episode", order.draws)
+        rows = {"x": np.ones(2, np.float32), "source_episode": 7, "source_weight": 1.0}
+        slot = filled.add(rows, priority=1.0)
+        held.added(np.array([slot]), np.array([7]), np.ones(1, np.float32))
+        held.follow()
+        filled.remove(slot)
+        order.draws.update_later(np.array([7]), np.array([5], np.float32))
+        order.draws.apply()
+        held.follow()
+        assert order.draws.priority(np.array([7])) == 5
+
+
+def test_a_table_that_holds_all_is_refreshed_too(tmp_path: Path) -> None:
+    path = tmp_path / "priorities.npy"
+    with load(Numbered(COUNT), refresh=by_priority(record=path), max_bytes="1MiB", progress=False) as made:
+        loading = made.loading
+        assert loading is not None
+        assert (made.on_full, loading.done, made.num_steps) == ("evict_oldest", False, COUNT * STEPS)
+        numbers = [int(made[slot]["source_episode"]) for slot in made.indices().tolist()]
+        assert np.flatnonzero(~np.isnan(np.load(path))).tolist() == sorted(set(numbers))
+
+
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
     for options, problem in (
         ({"sampler": gear.Uniform()}, "sampler is Uniform"),
@@ -172,6 +216,16 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
             Refresh(**options)
     reader, path = Numbered(COUNT), tmp_path / "record.npy"
     np.save(path, np.zeros(3))
+    whole, cut, damaged = (tmp_path / f"{name}.npy" for name in ("whole", "cut", "damaged"))
+    np.save(whole, np.ones(COUNT, np.float32))
+    cut.write_bytes(whole.read_bytes()[:-40])
+    np.save(damaged, np.full(COUNT, -1, np.float32))
+    before = cut.read_bytes()
+    with pytest.raises(SourceError, match=r"record='.*cut.npy' cannot be used"):
+        PriorityRecord(COUNT, cut, resume=True)
+    assert cut.read_bytes() == before
+    with pytest.raises(SourceError, match=r"has priorities from -1.0 to -1.0; expected finite ones"):
+        PriorityRecord(COUNT, damaged, resume=True)
     with table_of(3) as plain, table(3) as own:
         with pytest.raises(SourceError, match="the table has None as column 'source_episode'"):
             load(reader, plain, refresh=by_priority(), progress=False)

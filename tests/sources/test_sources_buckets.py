@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from forks_common import in_child
 from sources_common import read_in_parts
 from test_sources_demonstrations import write_robomimic, write_zarr
 
 import gear_loader as gear
 from gear_loader.errors import CodecError, SourceError
-from gear_loader.sources import source_files
+from gear_loader.sources import hdf5_file, source_files
 from gear_loader.sources.named import registry
 from gear_loader.storage.ragged import Ragged
 from gear_loader.utils import addresses, remote_file
@@ -308,3 +310,10 @@ def test_damaged_objects_are_what_damaged_files_are(tmp_path: Path, write: Calla
         refused += found[0] is SourceError
         path.write_bytes(whole)
     assert refused > 10
+
+
+def test_a_process_forked_while_hdf5_is_read_collects_garbage() -> None:
+    with hdf5_file._no_collection:
+        assert in_child(lambda: str(gc.isenabled())) == "True"
+        assert not gc.isenabled()
+    assert gc.isenabled()
