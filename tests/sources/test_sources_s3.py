@@ -38,12 +38,7 @@ FORMATS = [*QUICK, write_lerobot, write_minari, write_hf]
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[ObjectStore]:
-    with object_store() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", server.url)
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        fsspec.filesystem("s3").mkdir("bucket")
+    with object_store() as server:
         yield server
 
 

@@ -167,7 +167,9 @@ def object_store() -> Iterator[ObjectStore]:
                 patch.setenv("AWS_ACCESS_KEY_ID", "test")
                 patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
                 patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-                fsspec.filesystem("s3").mkdir("bucket")
+                kind = fsspec.get_filesystem_class("s3")
+                kind.clear_instance_cache()  # of the process before, at another address
+                kind().mkdir("bucket")
                 yield store
         finally:
             process.kill()
