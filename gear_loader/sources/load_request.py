@@ -83,7 +83,7 @@ class LoadRequest:
 
     columns: Columns
     max_trajectories: int | None
-    block_steps: int | Literal["auto"]
+    block_steps: int | Literal["auto"] | None
     name: str | None
     priority: float
     final: bool

@@ -21,6 +21,9 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.checks import byte_count
 from gear_loader.utils.progress import progress_bar
 
+_BLOCK_STEPS = 64
+"""Steps of a block, unless episodes are shorter."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -136,8 +139,11 @@ def made_table(
         taken = Sizes(reader, lengths, request.progress).payload(schema)
         payload = int(taken * max(share, 2 * lengths.max() / lengths.sum()))
     packed = resolved_packing(schema, "auto")
+    wanted = request.block_steps
+    if wanted is None:
+        wanted = "auto" if lengths.mean() < _BLOCK_STEPS else _BLOCK_STEPS
     in_blocks: int = resolved_block_steps(
-        schema, request.block_steps, None, max_steps=steps, max_trajectories=count, packed=packed
+        schema, wanted, None, max_steps=steps, max_trajectories=count, packed=packed
     )
     blocks = Table.required_blocks(lengths + bool(finals), in_blocks)
     blocks = max(int(blocks * share), -(-(int(lengths.max()) + bool(finals)) // in_blocks))

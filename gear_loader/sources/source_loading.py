@@ -37,7 +37,7 @@ def load(
     *,
     columns: Columns = None,
     max_trajectories: int | None = None,
-    block_steps: int | Literal["auto"] = 64,
+    block_steps: int | Literal["auto"] | None = None,
     name: str | None = None,
     priority: float = 1.0,
     final: bool = False,
@@ -91,7 +91,7 @@ def load(
             table's columns, or without a table the source's standard ones (all of an iterable's).
         max_trajectories: take at most so many, the first ones.
         block_steps: steps of a block, for the table made here; ``"auto"`` takes those that waste least at the mean
-            length of the episodes. See `gear_loader.Table.create`.
+            length of the episodes. None: 64, and for shorter episodes as ``"auto"``. See `gear_loader.Table.create`.
         name: the name of the table made here, under which other processes attach; None makes a private one.
         priority: of every trajectory.
         final: give ``final=True`` to the columns whose values after the last step the source has, in the table made

@@ -796,3 +796,11 @@ def test_a_data_set_of_torch() -> None:
         assert (table.lengths().tolist(), table[0]["task"]) == ([3, 1], "t2")
     with load(MapStyle(), progress=False) as table:
         assert table[2]["x"].tolist() == [[2, 2]] * 3
+
+
+@pytest.mark.parametrize(("steps", "most"), [(1, 2.0), (20, 1.3), (64, 1.3), (200, 1.6)])
+def test_blocks_fit_short_episodes(steps: int, most: float) -> None:
+    with load([{"text": ["words " * 50] * steps}] * 500, progress=False) as table:
+        stats = table.stats()
+    assert stats.block_steps == 64 or steps < 64
+    assert stats.reserved_bytes < most * stats.payload_bytes
