@@ -344,9 +344,9 @@ def returns_rank(rank: int, world: int, transport: str) -> dict[str, Any]:
     table, found = rewarded(f"gear-returns-{os.getppid()}-{rank}", rank), dict[str, Any]()
     real, asked = RemoteShard._ask, [0]
 
-    def ask(shard: Any, spec: Any, given: Any, size: int, *more: Any) -> Any:
+    def ask(shard: Any, peer: Any, spec: Any, given: Any, size: int, *more: Any) -> Any:
         asked[0] += size
-        return real(shard, spec, given, size, *more)
+        return real(shard, peer, spec, given, size, *more)
 
     RemoteShard._ask = ask  # type: ignore[method-assign]
     try:
