@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -17,6 +22,16 @@ import gear_loader as gear
 from gear_loader.sources import Episode, EpisodeReader
 
 LENGTHS = (3, 1, 7, 64, 65, 2)
+
+
+def kill_after_go(program: str) -> None:
+    """Run an indented program in a process of its own, and kill it when it has printed "go"."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as child:
+        assert child.stdout is not None
+        said = child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+    assert said == b"go\n"
 
 
 class ScriptedEnv(gymnasium.Env[Any, Any]):

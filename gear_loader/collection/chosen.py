@@ -131,7 +131,9 @@ class RowGather:
         return self.source._engine.reader().read_whole(slots, read)
 
 
-_known: weakref.WeakKeyDictionary[Table, tuple[Any, PaddedLayout, RowGather]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Table, tuple[Any, PaddedLayout, RowGather, bool]] = (
+    weakref.WeakKeyDictionary()
+)
 """Of each table, the windows of the last call of `gather`, and what gathers them."""
 
 
@@ -257,8 +259,9 @@ def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
     if known is None or known[0] != key:  # a proxy: the value must not keep its key
         plain = without_late(table.schema, windows)
         layout = PaddedLayout(table.schema, plain, batch_size=0, returns="at once")
-        known = _known[table] = key, layout, RowGather(weakref.proxy(table), layout)
-    layout, gatherer = known[1:]  # this call's; another thread may replace the entry
+        gatherer = RowGather(weakref.proxy(table), layout)
+        known = _known[table] = key, layout, gatherer, is_late(table.schema, windows)
+    layout, gatherer, late = known[1:]  # this call's; another thread may replace the entry
     kinds = layout.mask_kinds
     if "mask" in given and len(kinds) != 1:
         raise SchemaError(
@@ -282,9 +285,9 @@ def _padded(table: Table, windows: Windows, rows: SelectedRows, given: Mapping[s
         each.compute(batch["anchor"])
     batch.update(given)
     batch.update(read_ragged(table, layout.ragged, batch))
-    if is_late(table.schema, windows):
-        late = TimedSource(TableSource(table), table.schema, windows, count)
-        batch.update(late.read_late(rows, batch))
+    if late:
+        source = TimedSource(TableSource(table), table.schema, windows, count)
+        batch.update(source.read_late(rows, batch))
     return batch
 
 

@@ -27,10 +27,8 @@ from gear_loader.storage.ragged import Ragged, arranged
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.utils.arrays import Array
 
-_FIRST, _GROWTH = (
-    16,
-    4,
-)  # steps that are read before and after an anchor, and how many times as many if they are too few
+_FIRST, _GROWTH = 16, 4
+"""Steps that are read before and after an anchor, and how many times as many if they are too few."""
 _MOST_TIMES = 1 << 21
 """Times that are read at once, so that memory is bounded however far from the anchors steps are looked for."""
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from gear_loader.checkpoint.names import WRITABLE
 from gear_loader.errors import SchemaError
-from gear_loader.utils.addresses import REQUEST_SECONDS, call, file_system, repeated
+from gear_loader.utils.addresses import call, file_system, repeated
 
 _THREADS = 8
-_SLOWEST = 1 << 20  # bytes a second of a store that works
 _LAST = ("meta/info.json",)
 """What readers open first, by its name in the data set; it is uploaded when all else is there."""
 
@@ -63,10 +62,10 @@ def _upload(system: Any, key: str, address: str, path: str) -> None:
     def put(name: str) -> None:
         local, target = (os.path.join(path, name), f"{key}/{name}") if name else (path, key)
         where = f"{address.rstrip('/')}/{name}" if name else address
-        seconds = REQUEST_SECONDS + os.path.getsize(local) / _SLOWEST
+        size = os.path.getsize(local)
         done.append(target)
         repeated(
-            lambda: call(system, "put_file", local, target, seconds=seconds),
+            lambda: call(system, "put_file", local, target, size=size),
             where,
             "written",
             from_failure=True,

@@ -12,8 +12,6 @@ from gear_loader.selection.samplers import Prioritized
 from gear_loader.sources.priority_record import PriorityDraws, PriorityRecord
 from gear_loader.sources.refresh_options import Refresh
 
-_NO_WEIGHT = 1.0
-
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeRange:
@@ -25,7 +23,7 @@ class EpisodeRange:
 
     first: int
     last: int
-    weight: float = _NO_WEIGHT
+    weight: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

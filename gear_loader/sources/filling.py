@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.sources._optional import release_arrow_memory
 from gear_loader.sources.episodes import Episode, EpisodeReader
 from gear_loader.sources.fitting import fitted_episodes
 from gear_loader.storage.incoming import checked_priorities, with_final
-from gear_loader.storage.ragged import Ragged
+from gear_loader.storage.ragged import Ragged, size_of
 from gear_loader.storage.statistics import StatisticsOf
 from gear_loader.storage.table import Table
 from gear_loader.utils.progress import progress_bar
@@ -258,17 +257,6 @@ def add(table: Table, episodes: list[Episode], priority: float | np.ndarray) -> 
     schema = table.schema.added
     rows = [with_final(schema, each, each.final) if each.final else dict(each) for each in episodes]
     return table._engine.store(rows, checked_priorities(priority, len(rows)), finals=finals)
-
-
-def size_of(values: Any) -> int:
-    """Bytes of the values of a column, about."""
-    if isinstance(values, (str, bytes)):  # torch takes longest to tell what is its own
-        return len(values)
-    if isinstance(values, (list, tuple)):
-        return sum(map(size_of, values))
-    if isinstance(values, (np.ndarray, torch.Tensor)):
-        return int(values.nbytes)
-    return int(values.values.nbytes + values.offsets.nbytes) if isinstance(values, Ragged) else 64
 
 
 def _steps(values: Any) -> int:

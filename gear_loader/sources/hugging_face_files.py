@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from gear_loader.errors import SourceError
@@ -10,8 +9,6 @@ from gear_loader.sources.arrow_rows import Rows, arrow_rows, parquet_rows
 from gear_loader.sources.episodes import listing
 from gear_loader.sources.source_files import SourceFolder
 from gear_loader.utils.arrays import shown
-
-_MOST_BYTES = 2**26  # of a file of metadata
 
 
 def hugging_face_rows(folder: SourceFolder, split: str | None) -> Rows:
@@ -50,13 +47,8 @@ def _chosen(splits: list[str], split: str | None, source: str) -> str:
     return str(split)
 
 
-def _json(folder: SourceFolder, name: str, source: str) -> Any:
-    try:
-        found = json.loads(folder.read(name, _MOST_BYTES))
-    except SourceError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{source}: {name} cannot be read: {error}. Fetch or write it again.") from error
+def _json(folder: SourceFolder, name: str, source: str) -> dict[str, Any]:
+    found = folder.json(name, source)
     return found if isinstance(found, dict) else {}
 
 

@@ -39,9 +39,8 @@ class Sizes:
 
     def payload(self, schema: Schema) -> int:
         """Bytes of the values of any length of all, with what the table adds."""
-        told = len(self.lengths) == len(
-            self.reader
-        )  # what the first ones of them take the reader does not tell
+        # What the first ones of them take the reader does not tell.
+        told = len(self.lengths) == len(self.reader)
         return FIRST + int(self._payloads(schema, told=told).sum())
 
     def within(self, most: int) -> np.ndarray:

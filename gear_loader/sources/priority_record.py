@@ -131,9 +131,8 @@ class PriorityDraws:
         checked_leaves(self._sampler, priorities)
         mine: Array = (self._numbers[self._places(numbers)] == numbers) & (not self._ended)
         if mine.any():
-            self._record.priorities[numbers[mine]] = priorities[
-                mine
-            ]  # the process may be killed before the draw
+            # The process may be killed before the draw.
+            self._record.priorities[numbers[mine]] = priorities[mine]
             self._waiting.append((numbers[mine], priorities[mine]))
         return mine
 

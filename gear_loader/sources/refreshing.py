@@ -17,12 +17,13 @@ from gear_loader.sources.derived import Labelled
 from gear_loader.sources.episodes import Episode, EpisodeReader
 from gear_loader.sources.fetch_orders import EpisodeRange, Passes, PriorityOrder
 from gear_loader.sources.fetched_episodes import FetchedEpisodes
-from gear_loader.sources.filling import add, first_missing, refuse_long, size_of
+from gear_loader.sources.filling import add, first_missing, refuse_long
 from gear_loader.sources.fitting import fitted_episodes
 from gear_loader.sources.priority_record import PriorityRecord
 from gear_loader.sources.refresh_options import Refresh
 from gear_loader.storage import counters as at
 from gear_loader.storage.priority_updates import request
+from gear_loader.storage.ragged import size_of
 from gear_loader.storage.table import Table
 from gear_loader.utils.background import lower_priority
 from gear_loader.utils.progress import progress_bar
@@ -47,7 +48,7 @@ class Refreshing:
     Attributes:
         table, reader: of which `check_fit` has approved. lengths: of the reader's first episodes, which are fetched.
         order: theirs. refresh: how. priority: of each, where they are not drawn by it. progress: whether to show a bar
-        for each epoch. pause: seconds between looks at the rows drawn.
+            for each epoch. pause: seconds between looks at the rows drawn.
         when_full: called when the table has no more room, or has all episodes of the last epoch.
     """
 
@@ -89,7 +90,7 @@ class Refreshing:
         return self.table._engine.index.arrays.counters
 
     def pieces(self, given: int) -> Generator[int]:
-        """EpisodeRange episodes, of which so many were `given` before; yields how many by now, also while it waits."""
+        """Fetch episodes, of which so many were `given` before; yields how many by now, also while it waits."""
         piece: list[_Fetched] = []
         size = 0
         for fetched in self._episodes(given):

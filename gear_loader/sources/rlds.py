@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -38,7 +37,6 @@ from gear_loader.sources.tfrecord import Records, features_of
 from gear_loader.storage.codecs import image_codec
 from gear_loader.utils.arrays import shown
 
-_MOST_BYTES = 2**26  # of a file of metadata
 _SHARD = re.compile(r".*-(\d{5,})-of-(\d{5,})")
 
 
@@ -119,7 +117,7 @@ class RLDSEpisodes(EpisodeReader):
     ) -> None:
         source = f"The RLDS data set {folder.path!r}"
         self._folder, self._nonfinite = folder, allow_nonfinite
-        leaves = {leaf.name: leaf for leaf in stored_features(_json(folder, "features.json", source), source)}
+        leaves = {leaf.name: leaf for leaf in stored_features(folder.json("features.json", source), source)}
         if not any(leaf.step for leaf in leaves.values()):
             raise SourceError(f"{source} has no feature 'steps'; expected one, with the steps of an episode.")
         self._shards, counts = _shards(folder, split, source)
@@ -255,20 +253,11 @@ class _readable:
             ) from error
 
 
-def _json(folder: SourceFolder, name: str, source: str) -> Any:
-    try:
-        return json.loads(folder.read(name, _MOST_BYTES))
-    except SourceError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{source}: {name} cannot be read: {error}. Fetch or write it again.") from error
-
-
 def _shards(folder: SourceFolder, split: str | None, source: str) -> tuple[list[str], list[int | None]]:
     """The files of a split, and the episodes in each, None if that is not known."""
     info: Any = {}
     if folder.has("dataset_info.json"):
-        info = _json(folder, "dataset_info.json", source)
+        info = folder.json("dataset_info.json", source)
     info = info if isinstance(info, dict) else {}
     if info.get("fileFormat", "tfrecord") != "tfrecord":
         raise SourceError(f"{source} has the file format {shown(info['fileFormat'])}; expected tfrecord.")

@@ -9,6 +9,7 @@ import functools
 import glob
 import io
 import itertools
+import json
 import os
 from collections.abc import Collection, Mapping
 from typing import IO, Any
@@ -20,6 +21,7 @@ from gear_loader.utils.remote_file import open_address, read_ranges
 
 WHOLE_BYTES = 32 << 20
 """Files at addresses are fetched whole up to this size; larger ones are read by range."""
+_MOST_METADATA = 1 << 26  # bytes of a file of it
 _GROUP_BYTES, _GROUP_FILES = 64 << 20, 16  # fetched side by side
 _KEPT_BYTES = 256 << 20
 
@@ -175,6 +177,24 @@ class SourceFolder:
         """The bytes of a file; of a longer one `most`. Errors as of `open`."""
         with self.open(name) as file:
             return file.read(most)
+
+    def json(self, name: str, source: str) -> Any:
+        """What a file of metadata holds.
+
+        Args:
+            source: name of the data set, for the error.
+
+        Raises:
+            SourceError: it is damaged, or cannot be read.
+        """
+        try:
+            return json.loads(self.read(name, _MOST_METADATA))
+        except SourceError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            raise SourceError(
+                f"{source}: {name} cannot be read: {error}. Fetch or write it again."
+            ) from error
 
 
 def one_file(path: str | os.PathLike[str], what: str) -> SourceFiles:

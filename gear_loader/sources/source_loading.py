@@ -308,10 +308,9 @@ def _hold_all(tables: Sequence[Table], reader: EpisodeReader, lengths: np.ndarra
 
 def _begin(fill: Filling) -> None:
     """Start the thread that fills tables."""
-    fill.piece, fill.first_piece = BACKGROUND_BYTES, min(FIRST_BYTES, BACKGROUND_BYTES)
+    fill.piece, fill.first_piece, fill.ahead = BACKGROUND_BYTES, min(FIRST_BYTES, BACKGROUND_BYTES), True
     count, steps = (None, None) if fill.lengths is None else (len(fill.lengths), int(fill.lengths.sum()))
     pieces = (fill.added for _ in fill.pieces())
-    fill.ahead = True
     loading = Loading(fill.reader.source, count, steps, pieces, num_loaded=fill.added)
     for table in fill.tables:
         table._engine.loading = loading

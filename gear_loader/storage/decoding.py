@@ -24,9 +24,8 @@ from gear_loader.utils.lazy_torch import is_tensor, torch
 from gear_loader.utils.recycling import Recycler
 
 _MOST_THREADS = 8
-_THREAD_BYTES = (
-    1 << 16
-)  # encoded bytes, of each thread that decodes: to wake one takes as long as some small images
+_THREAD_BYTES = 1 << 16
+"""Encoded bytes of each thread that decodes: to wake one takes as long as some small images."""
 _recycler = Recycler()
 
 

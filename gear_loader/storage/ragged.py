@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -224,3 +224,16 @@ def check_fixed(columns: Any, what: str) -> None:
             f"The columns {found} are ragged; {what} columns of a fixed shape only. Leave them out, or give them a "
             "fixed shape and a column of lengths."
         )
+
+
+def size_of(values: Any, *, other: int = 64) -> int:
+    """Bytes of the values of a column or of a batch, about; `other`: of what is neither text nor an array."""
+    if isinstance(values, (str, bytes)):  # torch takes longest to tell what is its own
+        return len(values)
+    if isinstance(values, Mapping):
+        return sum(size_of(each, other=other) for each in values.values())
+    if isinstance(values, (list, tuple)):
+        return sum(size_of(each, other=other) for each in values)
+    if isinstance(values, (np.ndarray, torch.Tensor)):
+        return int(values.nbytes)
+    return int(values.values.nbytes + values.offsets.nbytes) if isinstance(values, Ragged) else other

@@ -29,7 +29,7 @@ from gear_loader.selection.random import raw, uniforms
 from gear_loader.selection.samplers import SAMPLE_EPOCH, Prioritized, Uniform
 from gear_loader.selection.weights import checked_leaves
 from gear_loader.storage.priority_updates import is_strict, request
-from gear_loader.storage.ragged import Ragged
+from gear_loader.storage.ragged import size_of
 from gear_loader.storage.schema import as_mapping
 from gear_loader.transport.remote_dataset import RemoteDataset, RemoteOrigin, moved
 from gear_loader.utils.arrays import Array
@@ -126,7 +126,7 @@ class ShardsDataset(RemoteDataset):
                     )
                     ordered += 1
                 received = asked.popleft().result()
-                largest = max(largest, _bytes_of(received))
+                largest = max(largest, size_of(received, other=0))
                 step += 1
                 position.delivered(epoch, before, step)
                 yield self._shown(moved(received, self.device), epoch, step - 1, self)  # type: ignore[arg-type]
@@ -362,14 +362,3 @@ class ShardsDataset(RemoteDataset):
             self._asking.shutdown()
         for part in self._parts:
             part.close()
-
-
-def _bytes_of(value: Any) -> int:
-    """About how many bytes the values of a batch take."""
-    if isinstance(value, Ragged):
-        return int(value.values.nbytes + value.offsets.nbytes)
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(map(_bytes_of, value))
-    return len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 0)

@@ -23,7 +23,8 @@ from gear_loader.utils.paths import is_address
 DEADLINE_SECONDS = 60.0
 """A request that fails is repeated for this long."""
 REQUEST_SECONDS = 30.0
-"""Most that one try takes."""
+"""Most that one try takes, besides the time of its bytes."""
+_SLOWEST = 1 << 20  # bytes a second of a store that works
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 8.0
 
 _ANSWERS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -136,17 +137,17 @@ def repeated(
         time.sleep(pause)
 
 
-def call(system: Any, method: str, *given: Any, seconds: float | None = None, **options: Any) -> Any:
+def call(system: Any, method: str, *given: Any, size: int = 0, **options: Any) -> Any:
     """Call a method of a file system; where it is asynchronous, a TimeoutError ends it.
 
     Args:
-        seconds: until then; None for `REQUEST_SECONDS`.
+        size: bytes that it moves, for which it has more time.
     """
     if not getattr(system, "async_impl", False):
         return getattr(system, method)(*given, **options)
     from fsspec.asyn import sync
 
-    timeout = min(seconds or REQUEST_SECONDS, _most_seconds.get())
+    timeout = min(REQUEST_SECONDS + size / _SLOWEST, _most_seconds.get())
     return sync(system.loop, getattr(system, f"_{method}"), *given, timeout=timeout, **options)
 
 

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import IO, Any, cast
 
 from gear_loader.errors import CheckpointError, GearError
-from gear_loader.utils.addresses import REQUEST_SECONDS, call, file_system, repeated
+from gear_loader.utils.addresses import call, file_system, repeated
 
 BLOCK_BYTES = 1 << 20
 """What is read and kept of a file at a time."""
 _KEPT_BLOCKS = 64
 _AHEAD_BLOCKS = 8  # most that are read before they are asked for
 _RANGE_BLOCKS = 8  # of one request
-_SLOWEST = 1 << 20  # bytes a second of a store that works
 
 
 def read_ranges(
@@ -35,8 +34,7 @@ def read_ranges(
     def attempt() -> None:
         left = [number for number in range(len(pieces)) if number not in found]
         paths, begins, ends = (list(each) for each in zip(*(pieces[number] for number in left), strict=True))
-        seconds = REQUEST_SECONDS + (sum(ends) - sum(begins)) / _SLOWEST
-        answers = call(system, "cat_ranges", paths, begins, ends, seconds=seconds)
+        answers = call(system, "cat_ranges", paths, begins, ends, size=sum(ends) - sum(begins))
         failure: BaseException | None = None
         for number, answer, begin, end in zip(left, answers, begins, ends, strict=True):
             if isinstance(answer, BaseException):

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sources_common import kill_after_go
 from waiting_common import wait_until
 
 import gear_loader as gear
@@ -150,16 +147,7 @@ def test_a_killed_load_is_resumed(tmp_path: Path) -> None:
         print("go", flush=True)
         table.loading.wait()
     """
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    assert child.stdout is not None
-    with child.stdout:
-        assert child.stdout.readline() == b"go\n"
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    kill_after_go(program)
     with gear.Table.attach(name) as table:
         try:
             assert 2 <= len(table) < 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sources_common import kill_after_go
 from waiting_common import wait_until
 
 import gear_loader as gear
@@ -341,12 +341,7 @@ def test_a_killed_refresh_goes_on(tmp_path: Path) -> None:
         while True:
             table.sample(2)
     """
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    with child.stdout:
-        assert child.stdout.readline() == b"go\n"
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    kill_after_go(program)
     with gear.Table.attach(name, on_full="evict_oldest") as table:
         try:
             reader = Numbered(30, lengths=LENGTHS)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sources_common import kill_after_go
 from test_refresh import LENGTHS, STEPS, Numbered, held, measures, table_of
 from waiting_common import wait_until
 
@@ -309,12 +306,7 @@ def test_a_killed_refresh_keeps_its_priorities(tmp_path: Path) -> None:
                 print("go", flush=True)
                 done = True
     """
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    with child.stdout:
-        assert child.stdout.readline() == b"go\n"
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    kill_after_go(program)
     with gear.Table.attach(name, on_full="evict_oldest") as filled:
         try:
             filled.check_valid()

@@ -86,7 +86,6 @@ def test_a_store_that_is_slow_or_away(
     name, root = write_npz(tmp_path), "s3://bucket/slow"
     upload(tmp_path, root)
     monkeypatch.setattr(addresses, "REQUEST_SECONDS", 1.0)
-    monkeypatch.setattr(remote_file, "REQUEST_SECONDS", 1.0)
     with load(at(name, tmp_path)) as here:
         store.plan(at=3, act="slow")
         with load(at(name, root)) as there:
