@@ -245,7 +245,7 @@ def gather_batch(  # type: ignore[no-untyped-def]
 ):
     """`gather` all n entries; write their slots, anchors and generations to `names`, int64 [3, at least n].
 
-    Of what is None less is compiled.
+    Of what is None less is compiled. Without columns only `names` are written.
 
     Args:
         spans: None if every window is one step of at most `SINGLE_BYTES`. Else all are treated as spans of steps.
@@ -254,6 +254,8 @@ def gather_batch(  # type: ignore[no-untyped-def]
     for b in range(len(slots)):
         names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
     count = len(slots)
+    if columns.shape[0] == 0:
+        return 0
     if spans is None:
         bad = gather_singles(
             columns, 0, slots, anchors, extent, block_ids, block_steps, 0, count, slots, False

@@ -101,10 +101,10 @@ class InlineBatch:
     Attributes:
         count: rows of the batch, B. row_bytes, spans, returns, values: as given.
         under_lock: whether the batch is small enough to be gathered under the lock.
-        places: of names, columns (as [C * WIDTH]) and weights.
+        places: of names, columns (as [C * WIDTH]) and weights. drawn: without columns, for a call that draws only.
     """
 
-    __slots__ = ("count", "places", "returns", "row_bytes", "spans", "under_lock", "values")
+    __slots__ = ("count", "drawn", "places", "returns", "row_bytes", "spans", "under_lock", "values")
     packed = False
 
     def __init__(
@@ -121,6 +121,7 @@ class InlineBatch:
         self.spans, self.returns, self.values = spans, returns, values
         self.under_lock = self.count * row_bytes <= INLINE_BATCH_BYTES and values is None
         self.places = Places(names, columns.reshape(-1), weights)
+        self.drawn = Places(names, columns.reshape(-1)[:0], weights)
 
     def read_values(self) -> None:
         """Let `values` read what the batch has that was gathered last, under its read ticket."""
@@ -166,6 +167,7 @@ class PackedInline(InlineBatch):
         given: Array = np.array([*window, step_bytes], dtype=np.int64)
         tables = columns.reshape(-1), once.reshape(-1)
         self.places = Places(self.names, *tables, self.windows, starts, position, self.sizes, given)
+        self.drawn = self.places  # one thread gathers it
 
     def read_values(self) -> None:
         if self.values is not None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from gear_loader.errors import StaleIndexError
+from gear_loader.kernels.plan import WIDTH
 from gear_loader.native import threads
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, NUM_TOUCHED, VERSION
@@ -109,7 +110,8 @@ class TableReader:
         samples: int,
         *given: object,
     ) -> bool:
-        """Draw and gather a batch in one compiled call: a small one under the lock, others under a read ticket.
+        """Draw and gather a batch in one compiled call: a small one under the lock, others under a read ticket. What
+        several threads gather is drawn in a call of its own.
 
         Args:
             loop: of `gear_loader.storage.inline`. batch: where the batch goes. places: of what is drawn from.
@@ -122,11 +124,13 @@ class TableReader:
         Raises:
             CorruptTableError: the index or a record is corrupt.
         """
-        tables = self._places.table, batch.places.table, places.table, batch.spans, batch.returns
+        shared = not (batch.under_lock or threads.alone(batch.count, batch.row_bytes))
+        into = batch.drawn if shared else batch.places
+        tables = self._places.table, into.table, places.table, batch.spans, batch.returns
         if batch.under_lock:
             bad = self._recovery.lock.run(loop, *tables, since, samples, *given)
-        elif self._needs_lock or not threads.alone(batch.count, batch.row_bytes):
-            return False  # a trajectory may move to disk or be edited meanwhile; other threads help
+        elif self._needs_lock:
+            return False  # a trajectory may move to disk or be edited meanwhile
         else:
             ticket = Ticket()
             try:
@@ -135,6 +139,8 @@ class TableReader:
                     if not self._recovery.lock.run(begin, readers, counter, since, samples):
                         return False
                     bad = loop(*tables, HELD, 0, *given)
+                    if shared and not bad:
+                        bad = self._gather_shared(batch)
                     if not bad:
                         batch.read_values()
                         ticket.counted = 0  # they stay counted
@@ -147,6 +153,12 @@ class TableReader:
         if bad > 0:
             self.check_gathered(bad)
         return not bad
+
+    def _gather_shared(self, batch: InlineBatch) -> int:
+        """Gather a batch whose rows have been drawn, by several threads; as `threads.gather`. Needs a read ticket."""
+        names, columns, _ = batch.places.arrays
+        index = *self.index_arrays(), self.arrays.block_steps
+        return threads.gather(columns.reshape(-1, WIDTH), names[0], names[1], *index, batch.row_bytes)
 
     def queue_inline(
         self,

@@ -12,7 +12,6 @@ import torch
 from dataset_common import check_batch, contents
 from gather_common import POISON, Array
 from table_common import forked, forks
-from waiting_common import wait_until
 
 from gear_loader import Column, Table, Window
 from gear_loader.collection.batches import Batch
@@ -184,40 +183,26 @@ def test_a_larger_batch_right_after_a_smaller_one() -> None:
         assert (ends == expected).all(), f"batch {number} was not finished"
 
 
-def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What a member would do that looks for work just then, between the writing of a job and its posting.
-    rows = Rows(1 << 10, 8, 9)
-    columns, (extent, ids) = rows.buffers.columns_of(rows.table), rows.table._engine.reader().index_arrays()
-    alone = threads._ThreadPool(0)
-    post, seen = sharing.post, []
-
-    def posted(base: int, members: int, chunks: int) -> int:
-        seen.append(sharing._work(alone._mailbox, base))
-        return int(post(base, members, chunks))
-
-    monkeypatch.setattr(sharing, "post", posted)
-    for count in (2, 9, 3, 9):
-        rows.clear()
-        slots, zeros = rows.slots[:count], rows.zeros[:count]
-        assert alone.gather(count, columns, slots, zeros, extent, ids, 64) == 0
-        assert rows.complete(0, count)
-        assert not rows.complete(0, 9) or count == 9
-    assert seen == [False] * 4
-
-
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.skipif(threads._processor is None, reason="the system does not tell the processor of a thread")
-def test_members_keep_off_the_callers_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(threads.MAX_THREADS == 1, reason="needs Linux on x86_64 or aarch64")
+def test_members_keep_off_the_callers_processor() -> None:
     """Woken there they would wait until the caller has done everything."""
     rows, mine = Rows(1 << 12, 64, 8), os.sched_getaffinity(0)
-    rows.gather(0, 8)
     members = threads._pool(os.getpid(), 2)
-    assert threads._processor() in mine
-    for here in [*sorted(mine), -1]:
-        monkeypatch.setattr(threads, "_processor", lambda here=here: here)
+    ids = [int(each) for each in members.mailbox[sharing.MEMBERS : sharing.MEMBERS + 2]]
+    try:
+        for here in sorted(mine):
+            members.mailbox[sharing.KEPT_OFF] = -1
+            os.sched_setaffinity(0, {here})
+            rows.gather(0, 8)
+            assert [os.sched_getaffinity(thread) for thread in ids] == [{here}] * 2, "the only one there is"
+        os.sched_setaffinity(0, mine)
+        members.mailbox[sharing.KEPT_OFF] = -1
         rows.gather(0, 8)
-        expected = mine - {here} or mine
-        assert [os.sched_getaffinity(thread) for thread in members._ids] == [expected] * 2
+        expected = mine - {int(members.mailbox[sharing.KEPT_OFF])} or mine
+        assert [os.sched_getaffinity(thread) for thread in ids] == [expected] * 2
+    finally:
+        os.sched_setaffinity(0, mine)
     assert os.sched_getaffinity(0) == mine
 
 
@@ -245,36 +230,6 @@ def test_several_threads_collect_at_once() -> None:
         thread.join(120)
     assert not failures
     assert not any(thread.is_alive() for thread in started)
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_an_interrupted_gather_is_finished_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An exception while the threads is woken (Ctrl-C, say) comes out only when every chunk is finished, and the next
-    # batch is not affected by it.
-    rows = Rows(1 << 12, 64, 8)
-    rows.gather(0, 8)
-    members = threads._pool(os.getpid(), 2)
-    wait_until(lambda: (members._mailbox[sharing.STATE : sharing.STATE + 2] == sharing.ASLEEP).all())
-
-    first, second = members._wake
-
-    class Interrupted:
-        acquire = second.acquire  # a member says that it is asleep a moment before it waits here
-
-        def release(self) -> None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(members, "_wake", [first, Interrupted()])
-    rows.clear()
-    with pytest.raises(KeyboardInterrupt):
-        rows.gather(0, 8)
-    assert rows.complete(0, 8)
-    monkeypatch.setattr(members, "_wake", [first, second])
-    second.release()  # what the interruption swallowed
-    for _ in range(20):
-        rows.clear()
-        rows.gather(0, 8)
-        assert rows.complete(0, 8)
 
 
 @forks

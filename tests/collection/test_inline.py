@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from waiting_common import wait_until
 
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, GearError
+from gear_loader.native import threads
 from gear_loader.storage import inline
 from gear_loader.storage.counters import NUM_SAMPLED
 from gear_loader.storage.operations.view import READING
@@ -70,12 +72,18 @@ def run(table: gear.Table, **options: Any) -> tuple[list[Any], dict[str, Any], i
     return found, data.state_dict(), table.stats().num_sampled
 
 
-@pytest.fixture(params=["lock", "ticket"])
-def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["lock", "ticket", "ticket, and threads gather"])
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What the one call holds."""
-    if request.param == "ticket":
+    before = torch.get_num_threads()
+    if request.param != "lock":
         monkeypatch.setattr(inline, "INLINE_BATCH_BYTES", -1)
-    return str(request.param)
+    if "threads" in request.param:
+        monkeypatch.setattr(threads, "_ALONE_BYTES", 0)
+        monkeypatch.setattr(threads, "_CHUNK_BYTES", 64)
+        torch.set_num_threads(3)
+    yield str(request.param)
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -87,11 +95,14 @@ def test_it_is_the_batch_that_is_made_in_steps(name: str, held: str, monkeypatch
         calls.append(draw_inline(self, *given))
         return calls[-1]
 
+    gather, shared = threads.gather, list[int]()
     monkeypatch.setattr(TableReader, "draw_inline", counted)
+    monkeypatch.setattr(threads, "gather", lambda *given, **more: shared.append(1) or gather(*given, **more))
     sizes = {"max_steps": 400, "max_trajectories": 32}
     with make_table(**sizes) as table:
         at_once = run(table, **SAMPLERS[name])
     assert sum(calls) > 12
+    assert (len(shared) > 12) == ("threads" in held)
     monkeypatch.setattr(TableReader, "draw_inline", lambda *_: False)
     with make_table(**sizes) as table:
         plain = run(table, **SAMPLERS[name])
@@ -153,7 +164,7 @@ def test_values_of_any_length_come_in_the_same_call(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("options", "threads"),
+    ("options", "count"),
     [
         ({}, 0),
         ({"sampler": gear.Prioritized()}, 1),
@@ -161,7 +172,7 @@ def test_values_of_any_length_come_in_the_same_call(name: str, monkeypatch: pyte
         ({"batch_size": 4096}, 1),
     ],
 )
-def test_small_batches_are_not_handed_over_by_a_thread(options: Any, threads: int) -> None:
+def test_small_batches_are_not_handed_over_by_a_thread(options: Any, count: int) -> None:
     """Which of them are drawn ahead at a request is the same."""
     others = prefetch_threads()  # of other tests, which end when their iterators are collected
     with make_table() as table:
@@ -170,7 +181,7 @@ def test_small_batches_are_not_handed_over_by_a_thread(options: Any, threads: in
         for turn in range(3):
             next(batches)
             wait_until(lambda turn=turn: table.stats().num_sampled == (turn + 3) * data.batch_size)
-        assert len(set(prefetch_threads()) - set(others)) == threads
+        assert len(set(prefetch_threads()) - set(others)) == count
         batches.close()  # type: ignore[attr-defined]
         assert data.state_dict()["step"] == 3
 
