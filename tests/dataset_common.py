@@ -123,7 +123,10 @@ def on_host(value: Any) -> Any:
 
 def snapshot(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a batch that nothing recycles."""
-    return {key: snapshot(part) if isinstance(part, dict) else part.clone() for key, part in batch.items()}
+    return {
+        key: snapshot(part) if isinstance(part, dict) else part.clone() if hasattr(part, "clone") else part
+        for key, part in batch.items()
+    }
 
 
 def copies(batches: Iterable[Mapping[str, Any]], count: int | None = None) -> list[dict[str, Any]]:

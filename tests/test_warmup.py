@@ -37,7 +37,6 @@ INNER = {
     "queue_loops.queue_prioritized",
     "queue_loops.queue_uniform",
     "ragged_copies.list_values",
-    "sharing.work",
     "entry_points.reclaim",
 }
 INNER |= {"packed_lines.list_pieces", "packed_lines.list_work", "packed_lines.plan_rows"}

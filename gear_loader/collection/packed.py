@@ -42,8 +42,9 @@ from gear_loader.collection.windows import (
 from gear_loader.errors import SchemaError
 from gear_loader.kernels.cast_plan import CastColumn
 from gear_loader.kernels.plan import OUT, WIDTH
+from gear_loader.native import threads
 from gear_loader.native.gathering import STREAM_BATCH_BYTES
-from gear_loader.native.packed import gather_packed, measure, place_packed, place_rows, summed
+from gear_loader.native.packed import measure, place_packed, place_rows, summed
 from gear_loader.storage.inline import INLINE_BATCH_BYTES, PackedInline
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
@@ -397,18 +398,23 @@ class PackedHost(HostMover):
         extent, block_ids = table._engine.reader().index_arrays()
         slots, steps = rows.slots, table._engine.region.layout.block_steps
         streams = buffers.total * self.layout.step_bytes >= STREAM_BATCH_BYTES
-        place = (
-            buffers.spans,
-            buffers.starts_array,
-            extent,
-            block_ids,
-            steps,
-            buffers.position.numpy(),
-            streams,
-        )
+        tables, size = buffers.tables(table), buffers.total * self.layout.step_bytes
+        spans, starts, position = buffers.spans, buffers.starts_array, buffers.position.numpy()
 
         def inside(part: slice | Array) -> int:
-            return int(gather_packed(*buffers.tables(table), slots, *place, which[part]))
+            return threads.gather_packed(
+                *tables,
+                slots,
+                spans,
+                starts,
+                extent,
+                block_ids,
+                steps,
+                position,
+                streams,
+                which[part],
+                size=size,
+            )
 
         _, outside = split_rows(table, slots[which], inside)
         if len(outside):

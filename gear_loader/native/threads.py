@@ -1,4 +1,4 @@
-"""A thread pool that gathers one batch in parallel.
+"""A thread pool that gathers one batch in parallel, padded or packed.
 
 Waking a sleeping thread takes about 80 us on a virtual machine, as long as gathering a small batch. So the rows are cut
 into chunks, which all members take from one counter: the caller starts at once, and members that wake up late find
@@ -21,8 +21,8 @@ import threading
 import numpy as np
 import torch
 
-from gear_loader.native import gathering, sharing, system_calls
-from gear_loader.utils.arrays import Array
+from gear_loader.native import gathering, packed, sharing, system_calls
+from gear_loader.utils.arrays import Array, data_address
 
 MAX_THREADS = 1 + sharing.MAX_MEMBERS if system_calls.KNOWN else 1
 _CHUNK_BYTES = 1 << 17
@@ -42,32 +42,18 @@ class _ThreadPool:
         self.mailbox = memory[-memory.ctypes.data // 8 % 8 :][: sharing.MAILBOX]  # aligned to a cache line
         self.mailbox[sharing.KEPT_OFF] = -1
         self.mailbox[sharing.STATE : sharing.STATE + members] = sharing.ASLEEP
+        none: Array = np.zeros(sharing.JOB_WORDS, dtype=np.int64)
         for member in range(members):
-            thread = threading.Thread(
-                target=sharing.serve,
-                args=(self.mailbox, member),
-                name=f"gear-loader-{member}",
-                daemon=True,
-            )
+            given = self.mailbox, member, members, none, 0
+            name = f"gear-loader-{member}"
+            thread = threading.Thread(target=sharing.run, args=given, name=name, daemon=True)
             thread.start()
             assert thread.native_id is not None
             self.mailbox[sharing.MEMBERS + member] = thread.native_id
 
-    def gather(
-        self,
-        chunks: int,
-        columns: Array,
-        slots: Array,
-        anchors: Array,
-        extent: Array,
-        ids: Array,
-        steps: int,
-        rows: Array | None = None,
-    ) -> int:
-        """Gather all entries in `chunks` chunks; see `sharing.share`."""
-        places = 0 if rows is None else rows.ctypes.data
-        index = extent, ids, steps
-        bad: int = sharing.share(self.mailbox, self._members, chunks, columns, slots, anchors, *index, places)
+    def run(self, job: Array, chunks: int) -> int:
+        """See `sharing.run`."""
+        bad: int = sharing.run(self.mailbox, sharing.CALLER, self._members, job, chunks)
         return bad
 
 
@@ -78,7 +64,22 @@ def _pool(pid: int, members: int) -> _ThreadPool:
 
 def alone(count: int, row_bytes: int) -> bool:
     """Whether the caller gathers a batch of `count` rows alone."""
-    return count == 1 or count * row_bytes <= _ALONE_BYTES or torch.get_num_threads() == 1
+    return count == 1 or count * row_bytes <= alone_bytes()
+
+
+def alone_bytes() -> int:
+    """Bytes of the largest batch of several rows that the caller gathers alone."""
+    return _ALONE_BYTES if torch.get_num_threads() > 1 and MAX_THREADS > 1 else 1 << 62
+
+
+def _share(job: Array, rows: int, size: int) -> int:
+    """Let threads process a job over so many rows, of `size` bytes together; BUSY, having done nothing, if the caller
+    has to gather alone."""
+    members = min(torch.get_num_threads(), MAX_THREADS) - 1
+    chunks = min(rows, size // _CHUNK_BYTES, 16 * (members + 1))
+    if members == 0 or chunks <= 1:
+        return sharing.BUSY
+    return _pool(os.getpid(), members).run(job, chunks)
 
 
 def gather(
@@ -91,10 +92,11 @@ def gather(
     row_bytes: int,
     rows: Array | None = None,
 ) -> int:
-    """`gear_loader.native.gathering.gather` of all entries, by as many threads as torch uses (at most `MAX_THREADS`).
+    """Gather a padded batch by as many threads as torch uses (at most `MAX_THREADS`).
 
     Args:
-        columns, slots, anchors, extent, ids, block_steps: as there; all contiguous.
+        columns, slots, anchors, extent, ids, block_steps: as for `gear_loader.native.gathering.gather`, of all entries;
+            all contiguous.
         row_bytes: bytes of one row of the batch, which determine the number of chunks.
         rows: int64 [n], contiguous, distinct: row of the batch for each entry; None: row b for entry b.
 
@@ -102,12 +104,69 @@ def gather(
         As `gear_loader.native.gathering.gather`.
     """
     count = len(slots)
-    threads = min(torch.get_num_threads(), MAX_THREADS)
-    chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
-    if threads > 1 and chunks > 1 and count * row_bytes > _ALONE_BYTES:
-        pool = _pool(os.getpid(), threads - 1)
-        bad = pool.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows)
+    if count > 1 and count * row_bytes > alone_bytes():
+        job = _job(columns, slots, anchors, extent, ids, block_steps, rows)
+        bad = _share(job, count, count * row_bytes)
         if bad != sharing.BUSY:
             return bad
     alone: int = gathering.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
     return alone
+
+
+def gather_packed(
+    columns: Array,
+    once: Array,
+    slots: Array,
+    spans: Array,
+    starts: Array,
+    extent: Array,
+    ids: Array,
+    block_steps: int,
+    position: Array,
+    streams: bool,
+    rows: Array,
+    *,
+    size: int,
+) -> int:
+    """Gather a packed batch by as many threads as torch uses (at most `MAX_THREADS`).
+
+    Args:
+        size: bytes of the batch. The others: as for `gear_loader.native.packed.gather_packed`; all contiguous.
+
+    Returns:
+        As `gear_loader.native.packed.gather_packed`.
+    """
+    if size > alone_bytes():
+        job = _job(columns, slots, spans, extent, ids, block_steps, rows)
+        job[sharing.PACKED] = 1
+        job[sharing.ONCE], job[sharing.NUM_ONCE] = data_address(once), len(once)
+        job[sharing.STARTS], job[sharing.BATCH] = data_address(starts), len(slots)
+        job[sharing.POSITION], job[sharing.NUM_STEPS] = data_address(position), len(position)
+        job[sharing.STREAMS] = streams
+        bad = _share(job, len(rows), size)
+        if bad != sharing.BUSY:
+            return bad
+    index = extent, ids, block_steps
+    alone: int = packed.gather_packed(columns, once, slots, spans, starts, *index, position, streams, rows)
+    return alone
+
+
+def _job(
+    columns: Array,
+    slots: Array,
+    anchors: Array,
+    extent: Array,
+    ids: Array,
+    block_steps: int,
+    rows: Array | None,
+) -> Array:
+    """The words of a job that both kinds have; the caller keeps the arrays alive."""
+    job: Array = np.zeros(sharing.JOB_WORDS, dtype=np.int64)
+    job[sharing.ROWS] = len(slots) if rows is None else len(rows)
+    job[sharing.COLUMNS], job[sharing.NUM_COLUMNS] = data_address(columns), len(columns)
+    job[sharing.SLOTS], job[sharing.ANCHORS] = data_address(slots), data_address(anchors)
+    job[sharing.EXTENT], job[sharing.NUM_SLOTS] = data_address(extent), len(extent)
+    job[sharing.IDS], job[sharing.NUM_IDS] = data_address(ids), len(ids)
+    job[sharing.STEPS] = block_steps
+    job[sharing.PLACES] = 0 if rows is None else data_address(rows)
+    return job

@@ -16,6 +16,7 @@ import numpy as np
 from numba import carray, njit
 
 from gear_loader.kernels.plan import WIDTH
+from gear_loader.native import threads
 from gear_loader.native.compile import compiled
 from gear_loader.native.gathering import STREAM_BATCH_BYTES, gather_batch
 from gear_loader.native.memory import pointer
@@ -101,10 +102,10 @@ class InlineBatch:
     Attributes:
         count: rows of the batch, B. row_bytes, spans, returns, values: as given.
         under_lock: whether the batch is small enough to be gathered under the lock.
-        places: of names, columns (as [C * WIDTH]) and weights. drawn: without columns, for a call that draws only.
+        places: of names, columns (as [C * WIDTH]) and weights.
     """
 
-    __slots__ = ("count", "drawn", "places", "returns", "row_bytes", "spans", "under_lock", "values")
+    __slots__ = ("_drawn", "count", "places", "returns", "row_bytes", "spans", "under_lock", "values")
     packed = False
 
     def __init__(
@@ -121,7 +122,25 @@ class InlineBatch:
         self.spans, self.returns, self.values = spans, returns, values
         self.under_lock = self.count * row_bytes <= INLINE_BATCH_BYTES and values is None
         self.places = Places(names, columns.reshape(-1), weights)
-        self.drawn = Places(names, columns.reshape(-1)[:0], weights)
+        self._drawn = Places(names, columns.reshape(-1)[:0], weights)
+
+    def begin(self) -> Places:
+        """Where the compiled call puts the batch; without columns, so that it only draws, if threads gather it."""
+        if self.under_lock or threads.alone(self.count, self.row_bytes):
+            return self.places
+        return self._drawn
+
+    def share(self, began: Places, extent: Array, ids: Array, block_steps: int) -> int:
+        """Gather what the call has only drawn, by several threads, and return what `threads.gather` does; else 0.
+
+        Args:
+            began: of `begin`. extent, ids, block_steps: of the index, under the read ticket of the call.
+        """
+        if began is self.places:
+            return 0
+        names, columns, _ = self.places.arrays
+        plan = columns.reshape(-1, WIDTH)
+        return threads.gather(plan, names[0], names[1], extent, ids, block_steps, self.row_bytes)
 
     def read_values(self) -> None:
         """Let `values` read what the batch has that was gathered last, under its read ticket."""
@@ -143,7 +162,7 @@ class PackedInline(InlineBatch):
         windows, sizes: outputs of `measure`, int64 [2, B], and of `summed`, int64 [2].
     """
 
-    __slots__ = ("by_row", "names", "sizes", "windows")
+    __slots__ = ("_given", "by_row", "names", "sizes", "windows")
     packed = True
 
     def __init__(
@@ -164,10 +183,33 @@ class PackedInline(InlineBatch):
         self.names: Array = np.zeros((3, count), dtype=np.int64)
         self.windows: Array = np.zeros((2, count), dtype=np.int64)
         self.sizes: Array = np.zeros(2, dtype=np.int64)
-        given: Array = np.array([*window, step_bytes], dtype=np.int64)
+        self._given: Array = np.array([*window, step_bytes, 0], dtype=np.int64)
         tables = columns.reshape(-1), once.reshape(-1)
-        self.places = Places(self.names, *tables, self.windows, starts, position, self.sizes, given)
-        self.drawn = self.places  # one thread gathers it
+        self.places = Places(self.names, *tables, self.windows, starts, position, self.sizes, self._given)
+
+    def begin(self) -> Places:
+        self._given[3] = threads.alone_bytes()
+        return self.places
+
+    def share(self, began: Places, extent: Array, ids: Array, block_steps: int) -> int:
+        size = int(self.sizes[0] * self._given[2])
+        if size <= self._given[3]:
+            return 0
+        _, columns, once, spans, starts, position, _, _ = began.arrays
+        return threads.gather_packed(
+            columns.reshape(-1, WIDTH),
+            once.reshape(-1, WIDTH),
+            self.names[0],
+            spans,
+            starts,
+            extent,
+            ids,
+            block_steps,
+            position,
+            size >= STREAM_BATCH_BYTES,
+            np.arange(self.count),
+            size=size,
+        )
 
     def read_values(self) -> None:
         if self.values is not None:
@@ -427,6 +469,10 @@ def uniform_packed(  # type: ignore[no-untyped-def]
     if sizes[0] > len(position):
         return UNCHANGED
     place_rows(rows, starts)
+    if sizes[0] * given[2] > given[3]:  # threads share the gather
+        if bad == 0:
+            counters[NUM_SAMPLED] += samples
+        return bad
     bad += gather_packed(
         carray(pointer(batch[1, 0]), (batch[1, 1] // WIDTH, WIDTH), np.int64),
         carray(pointer(batch[2, 0]), (batch[2, 1] // WIDTH, WIDTH), np.int64),

@@ -10,8 +10,6 @@ from typing import TypeVar
 import numpy as np
 
 from gear_loader.errors import StaleIndexError
-from gear_loader.kernels.plan import WIDTH
-from gear_loader.native import threads
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, NUM_TOUCHED, VERSION
 from gear_loader.storage.filled_bits import filled_bits
@@ -124,8 +122,7 @@ class TableReader:
         Raises:
             CorruptTableError: the index or a record is corrupt.
         """
-        shared = not (batch.under_lock or threads.alone(batch.count, batch.row_bytes))
-        into = batch.drawn if shared else batch.places
+        into = batch.begin()
         tables = self._places.table, into.table, places.table, batch.spans, batch.returns
         if batch.under_lock:
             bad = self._recovery.lock.run(loop, *tables, since, samples, *given)
@@ -139,8 +136,8 @@ class TableReader:
                     if not self._recovery.lock.run(begin, readers, counter, since, samples):
                         return False
                     bad = loop(*tables, HELD, 0, *given)
-                    if shared and not bad:
-                        bad = self._gather_shared(batch)
+                    if not bad:
+                        bad = batch.share(into, *self.index_arrays(), self.arrays.block_steps)
                     if not bad:
                         batch.read_values()
                         ticket.counted = 0  # they stay counted
@@ -153,12 +150,6 @@ class TableReader:
         if bad > 0:
             self.check_gathered(bad)
         return not bad
-
-    def _gather_shared(self, batch: InlineBatch) -> int:
-        """Gather a batch whose rows have been drawn, by several threads; as `threads.gather`. Needs a read ticket."""
-        names, columns, _ = batch.places.arrays
-        index = *self.index_arrays(), self.arrays.block_steps
-        return threads.gather(columns.reshape(-1, WIDTH), names[0], names[1], *index, batch.row_bytes)
 
     def queue_inline(
         self,

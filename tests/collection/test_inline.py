@@ -37,6 +37,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "steps by priority": {"sampler": gear.Prioritized(unit="step", eps=0.1), "complete": True},
     "n-step returns": {"sampler": gear.Uniform(unit="step"), "windows": N_STEP},
     "n-step returns by priority": {"sampler": gear.Prioritized(), "windows": N_STEP},
+    "packed": {"sampler": gear.Uniform(), "layout": "packed", "windows": gear.Whole()},
 }
 RAGGED: dict[str, dict[str, Any]] = {
     "single values": {"sampler": gear.Uniform(unit="step"), "windows": gear.Window(1, squeeze=True)},
@@ -95,9 +96,9 @@ def test_it_is_the_batch_that_is_made_in_steps(name: str, held: str, monkeypatch
         calls.append(draw_inline(self, *given))
         return calls[-1]
 
-    gather, shared = threads.gather, list[int]()
+    share, shared = threads._share, list[int]()
     monkeypatch.setattr(TableReader, "draw_inline", counted)
-    monkeypatch.setattr(threads, "gather", lambda *given, **more: shared.append(1) or gather(*given, **more))
+    monkeypatch.setattr(threads, "_share", lambda *given: shared.append(1) or share(*given))
     sizes = {"max_steps": 400, "max_trajectories": 32}
     with make_table(**sizes) as table:
         at_once = run(table, **SAMPLERS[name])
