@@ -70,11 +70,17 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         default=60.0,
         help="duration of tests/transport/test_storm.py; 60 by default",
     )
+    parser.addoption(
+        "--seconds",
+        type=float,
+        help="skip tests that would begin later than so many seconds after the run did: where a run has an end",
+    )
     if not pluginmanager.has_plugin("timeout"):
         parser.addini("timeout", "seconds a test may take (not enforced: pytest-timeout is not installed)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("GEAR_LOADER_TESTS_BEGAN", str(time.time()))  # workers of xdist get that of the run
     if importlib.util.find_spec("hypothesis") is not None:
         short = "not long" in config.getoption("markexpr")
         full = "gear-loader-ci" if os.environ.get("CI") else "gear-loader"
@@ -96,6 +102,12 @@ def pytest_collection_finish() -> None:
     # Tests that look for what is left behind collect garbage; each collection would search all that has been imported.
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seconds = item.config.getoption("seconds")
+    if seconds is not None and time.time() - float(os.environ["GEAR_LOADER_TESTS_BEGAN"]) > seconds:
+        pytest.skip(f"not begun within --seconds {seconds:g}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
