@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,26 +10,41 @@ import pytest
 import torch
 
 
-def mostly_long(values: Iterable[Any], *kept: Any, ids: Iterable[str] | None = None) -> list[Any]:
+def mostly_long(
+    values: Iterable[Any], *kept: Any, ids: Iterable[str] | None = None, sample: int = 1
+) -> list[Any]:
     """Parameters of which `make test` runs those in `kept`; the others are marked long.
 
     Args:
         values: the parameters of a test; a tuple is several arguments.
         kept: values that `make test` runs too.
         ids: names of the parameters, one for each value.
+        sample: of the others, every `sample`-th runs in CI; the rest are marked exhaustive too.
     """
     values = list(values)
     names = list(ids) if ids is not None else [None] * len(values)
     missing = [value for value in kept if value not in values]
     assert not missing, f"not among the values: {missing}"
-    return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else (value,)),
-            id=name,
-            marks=() if value in kept else pytest.mark.long,
-        )
-        for value, name in zip(values, names, strict=True)
-    ]
+    found, others = [], itertools.count()
+    for value, name in zip(values, names, strict=True):
+        marks = [] if value in kept else [pytest.mark.long]
+        if marks and next(others) % sample:
+            marks.append(pytest.mark.exhaustive)
+        found.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), id=name, marks=marks))
+    return found
+
+
+def amounts(short: Any, long: Any, exhaustive: Any, timeout: float = 300) -> list[Any]:
+    """Parameters of one test: how much of something `make test` tries, CI, and `make test-all` alone."""
+    marks = [pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(timeout)]
+    return [short, pytest.param(long, marks=pytest.mark.long), pytest.param(exhaustive, marks=marks)]
+
+
+def examples(most: int) -> int:
+    """How many examples hypothesis tries of a test: `most`, and in `make test` a fifth of them."""
+    from hypothesis import settings  # which may not be installed
+
+    return max(3, most * min(50, settings.default.max_examples) // 50)
 
 
 def kernel_and_twin(kernel: Any, twin: Any, name: str = "run") -> Any:
@@ -37,9 +53,12 @@ def kernel_and_twin(kernel: Any, twin: Any, name: str = "run") -> Any:
     return pytest.mark.parametrize(name, [pytest.param(kernel, marks=compiled), twin], ids=["kernel", "twin"])
 
 
-def points(some: int) -> Callable[..., Any]:
-    """Parametrise `every`: each point of an operation is a long test, every so-manieth point a short one."""
-    return pytest.mark.parametrize(
-        "every",
-        [pytest.param(some, id="some points"), pytest.param(1, id="every point", marks=pytest.mark.long)],
-    )
+def points(some: int, more: int | None = None) -> Callable[..., Any]:
+    """Parametrise `every`: every `some`-th point of an operation is a short test, every `more`-th a long one.
+
+    That of each point is for make test-all alone. `more` is a third of `some` by default; 0 leaves it out.
+    """
+    more = max(2, some // 3) if more is None else more
+    long = [pytest.param(more, id="more points", marks=pytest.mark.long)] if more else []
+    all_of_them = pytest.param(1, id="every point", marks=[pytest.mark.long, pytest.mark.exhaustive])
+    return pytest.mark.parametrize("every", [pytest.param(some, id="some points"), *long, all_of_them])

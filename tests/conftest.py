@@ -67,8 +67,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption(
         "--storm-seconds",
         type=float,
-        default=60.0,
-        help="duration of tests/transport/test_storm.py; 60 by default",
+        default=15.0,
+        help="duration of tests/transport/test_storm.py; 15 by default",
     )
     parser.addoption(
         "--seconds",

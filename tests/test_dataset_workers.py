@@ -324,7 +324,7 @@ def test_resuming_sample(table: gear.Table, sampler: gear.Uniform) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "taken"), mostly_long(itertools.product((0, 1, 3), (0, 2, 3)), (0, 2), (3, 3))
+    ("workers", "taken"), mostly_long(itertools.product((0, 1, 3), (0, 2, 3)), (0, 2), (3, 3), sample=3)
 )
 def test_a_state_without_workers_goes_on_with_any_number_of_them(
     table: gear.Table, workers: int, taken: int

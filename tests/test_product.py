@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from cases import mostly_long
 from distributed_common import run_ranks
 from product_array import (
     AXES,
@@ -116,7 +117,7 @@ def test_two_options_together_over_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(LONG))
+@pytest.mark.parametrize("part", mostly_long(range(LONG), sample=4))
 def test_three_options_together(part: int, tmp_path: Path) -> None:
     points = array(3)[part::LONG]
     for number, point in enumerate(points):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from tier_common import spill, tiered
 from waiting_common import wait_until
 
@@ -87,7 +88,7 @@ def is_clean(path: Path) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_long(range(6), sample=3))
 def test_any_history_of_archived_rows(tmp_path: Path, seed: int) -> None:
     random, number = np.random.default_rng(seed), 0
     model: dict[int, dict[str, Any]] = {}

@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
+from cases import examples, mostly_long
 from checkpoint_common import CALLS, contents, draw, dying, files, loaded, loaded_numbers, make, segments
 from table_common import (
     COLUMNS,
@@ -347,7 +347,7 @@ _ACTIONS = st.one_of(
 )
 
 
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=examples(15))
 @hypothesis.given(actions=st.lists(_ACTIONS, max_size=30))
 def test_any_order_of_changes_saves_and_loads(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]]

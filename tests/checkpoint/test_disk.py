@@ -256,7 +256,7 @@ def test_a_write_copies_what_others_evict_meanwhile_as_a_whole_or_not_at_all(
         for thread in threads:
             thread.start()
         try:
-            for _ in range(12):
+            for _ in range(5):
                 table.save(tmp_path)
                 loaded_numbers(tmp_path)  # fails unless each is whole
         finally:

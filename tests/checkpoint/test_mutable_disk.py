@@ -177,7 +177,7 @@ class History:
                         np.testing.assert_array_equal(np.asarray(batch[column]), values, err_msg=column)
 
 
-@pytest.mark.parametrize("seed", mostly_long(range(12), 1, 2))
+@pytest.mark.parametrize("seed", mostly_long(range(12), 1, 2, sample=5))
 def test_every_reader_and_recovery_have_the_last_values(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

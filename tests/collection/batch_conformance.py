@@ -56,7 +56,10 @@ PACKED: list[dict[str, Any]] = [
 LAYOUTS = [("padded", case) for case in PADDED] + [("packed", case) for case in PACKED]
 CASES = [
     # Each with tables of one kind, and in `make test-all` with those of the other.
-    pytest.param(layout, case, records, marks=pytest.mark.long if (number + records) % 2 else ())
+    pytest.param(
+        *(layout, case, records),
+        marks=[pytest.mark.long, pytest.mark.exhaustive] if (number + records) % 2 else (),
+    )
     for number, (layout, case) in enumerate(LAYOUTS)
     for records in (False, True)
 ]

@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 from batch_conformance import BatchConformance, Made
-from cases import mostly_long
+from cases import amounts, mostly_long
 from dataset_common import on_host
 from source_conformance import SCHEMA, TRAJECTORIES, SourceConformance
 from streams.cuda import Cuda
@@ -61,7 +61,7 @@ class TestSource(SourceConformance):
 
 
 class TestTable(BatchConformance):
-    @pytest.fixture(params=mostly_long(("gpu", "cpu", "staged"), "gpu"))
+    @pytest.fixture(params=mostly_long(("gpu", "cpu", "staged"), "gpu", sample=2))
     def mover(self, request: Any) -> Iterator[str]:
         with stand_in("latest"):
             yield request.param
@@ -189,7 +189,7 @@ class Program:
 
 
 @pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 12), marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", amounts(range(1), range(1, 3), range(3, 12)))
 def test_random_programs(
     seeds: range, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

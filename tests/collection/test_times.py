@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import fresh_name
@@ -160,7 +161,7 @@ def test_a_server_draws_the_same(table: Any) -> None:
     assert batch["step"].equal(gear.ReplayDataset(table, **options).sample()["step"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     gaps=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.5]), min_size=1, max_size=12),
     anchor=st.integers(0, 11),

@@ -98,7 +98,7 @@ def named_is_the_killed(answers: list[str], what: Any, *, at_once: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", mostly_long(STAGES, "options", "batch"))
+@pytest.mark.parametrize("stage", mostly_long(STAGES, "options", "batch", sample=3))
 def test_a_rank_that_is_killed_is_named_at_every_stage(stage: str, tmp_path: Path) -> None:
     answers = run_ranks(4, killed_rank, stage, str(tmp_path), os.getpid(), dies=(3,))
     named_is_the_killed(answers, stage, at_once=stage != "shards")  # of which nothing can be known before

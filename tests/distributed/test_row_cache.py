@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -230,7 +231,7 @@ def changed(random: np.random.Generator, tables: list[gear.Table], growing: list
     ),
     cache=st.sampled_from([3_000, 20_000, 10**6]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_batches_are_the_same_with_a_cache_while_tables_change(
     seed: int, sampler: gear.samplers.Sampler, cache: int
 ) -> None:

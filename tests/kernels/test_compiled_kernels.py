@@ -429,8 +429,20 @@ NOT_BY_TESTS = ("items_locate", "items_weigh_table", "gather_16_256", "split_cou
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("version", aot_common.VERSIONS)
-@pytest.mark.parametrize("tests", [KERNELS, DEVICE], ids=["kernels", "selection"])
+@pytest.mark.parametrize(
+    ("tests", "version"),
+    [
+        pytest.param(
+            tests,
+            version,
+            id=f"{name}-{version}",
+            # In CI each of them with one version.
+            marks=() if (version == aot_common.INSTALLED) == (tests is KERNELS) else pytest.mark.exhaustive,
+        )
+        for name, tests in (("kernels", KERNELS), ("selection", DEVICE))
+        for version in aot_common.VERSIONS
+    ],
+)
 def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], version: str) -> None:
     # The short tests of selection draw with some of the variants; the long ones, a second each, with the others.
     marks = "not exhaustive" if tests == DEVICE else "not long"

@@ -121,7 +121,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the da
 @pytest.mark.parametrize(
     "case", mostly_long(CASES, "limited", "accumulated", "validation within", "packed, workers")
 )
-@points(6)
+@points(6, 0)
 def test_resuming_from_the_checkpoint_of_every_step(
     table: gear.Table, tmp_path: Path, case: str, every: int
 ) -> None:

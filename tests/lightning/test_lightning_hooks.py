@@ -54,7 +54,7 @@ def name() -> Iterator[str]:
         table.close()
 
 
-@pytest.fixture(scope="module", params=mostly_long(CASES, *CASES[:3]))
+@pytest.fixture(scope="module", params=mostly_long(CASES, *CASES[:3], sample=3))
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

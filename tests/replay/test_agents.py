@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,7 +117,7 @@ def check(buffer: gear.ReplayBuffer, arena: Arena, batch: Any) -> None:
             assert batch["action"][name][row] == first[1]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from([1, 2, 4]), st.sampled_from([40, 2_000]), st.booleans())
 def test_each_agent_gets_what_it_added(seed: int, n_step: int, capacity: int, drops_dead: bool) -> None:
     arena = Arena(seed, drops_dead=drops_dead)

@@ -169,5 +169,5 @@ TestBufferPrograms.settings = settings(max_examples=6, stateful_step_count=12, d
 
 @pytest.mark.long
 def test_many_programs() -> None:
-    many = settings(max_examples=80, stateful_step_count=25, deadline=None)
+    many = settings(max_examples=20, stateful_step_count=25, deadline=None)
     stateful.run_state_machine_as_test(BufferMachine, settings=many)

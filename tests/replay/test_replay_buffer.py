@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import fresh_name
@@ -20,7 +21,7 @@ from gear_loader.collection import prefetch
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.integers(0, 1 << 30),
     st.sampled_from([1, 1, 2, 5]),
@@ -98,7 +99,7 @@ def test_a_target_is_right_where_an_episode_is_cut_off() -> None:
     assert found == {(0.0, 1.0, 1.0, 0.5), (5.0, 6.0, 3.0, 0.0)}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from([9, 200]), st.sampled_from([1, 30, 150]), st.booleans())
 def test_extend_adds_what_add_adds(seed: int, capacity: int, count: int, some: bool) -> None:
     one, other = (gear.ReplayBuffer(capacity, n_step=2, device="cpu") for _ in range(2))

@@ -328,5 +328,5 @@ TestSequencePrograms.settings = settings(max_examples=4, stateful_step_count=10,
 
 @pytest.mark.long
 def test_many_programs() -> None:
-    many = settings(max_examples=40, stateful_step_count=20, deadline=None)
+    many = settings(max_examples=10, stateful_step_count=20, deadline=None)
     stateful.run_state_machine_as_test(SequenceMachine, settings=many)

@@ -37,18 +37,18 @@ WAITS = ("blocking copies", "stream.synchronize", "synchronize")
 
 
 def work(cuda: Cuda, data: gear.ReplayDataset, *, updates: bool = False) -> dict[str, float]:
-    """Counts a batch, of twenty batches when all buffers exist."""
+    """Counts a batch, of eight batches when all buffers exist."""
     cuda.threads.frequency = 0.0
     before: collections.Counter[str] = collections.Counter()
     for number, batch in enumerate(data):
         if number == 30:
             before = collections.Counter(cuda.machine.counts)
-        if number == 50:
+        if number == 38:
             break
         if updates:
             data.update_priority(batch, torch.ones(4, device="cuda:1"))
     after = cuda.machine.counts
-    return {name: (after[name] - before[name]) / 20 for name in after if after[name] != before[name]}
+    return {name: (after[name] - before[name]) / 8 for name in after if after[name] != before[name]}
 
 
 def of_table(sampler: Any, updates: bool, **options: Any) -> dict[str, float]:
@@ -156,7 +156,7 @@ def test_a_batch_drawn_by_priority_on_the_gpu(unit: Any, updates: bool) -> None:
 
 
 CHANGING: dict[str, tuple[Any, Any]] = {
-    "annealed": (gear.Prioritized(beta=gear.LinearSchedule(0.4, 1.0, batches=30)), None),
+    "annealed": (gear.Prioritized(beta=gear.LinearSchedule(0.4, 1.0, batches=12)), None),
     "distinct": (gear.Prioritized(replacement=False), None),
     "large alpha": (gear.Prioritized(2.0), None),
     "top": (gear.TopK(), None),
@@ -172,20 +172,26 @@ def test_what_changes_from_batch_to_batch_is_no_reason_to_record_again(
 ) -> None:
     """All batches are replayed but the first of each set of buffers, and are those that are queued call by call."""
     sampler, updates = CHANGING[case]
+    count = 40 if updates else 16
 
     def batches(cuda: Cuda) -> list[dict[str, Any]]:
         cuda.threads.frequency = 0.0
         with made_table() as table:
             data = gear.ReplayDataset(
-                table, batch_size=4, windows=WINDOWS, device="cuda:1", batches_per_epoch=40, sampler=sampler
+                table,
+                batch_size=4,
+                windows=WINDOWS,
+                device="cuda:1",
+                batches_per_epoch=count,
+                sampler=sampler,
             )
             found = []
             for number, batch in enumerate(data):
                 found.append(cloned(dict(batch)))
                 if updates is not None:
-                    count, dtype = updates(number)
-                    priority = torch.full((count,), 1.0 + number % 5, dtype=dtype, device="cuda:1")
-                    index, generation = (batch[name][:count] for name in ("index", "generation"))
+                    size, dtype = updates(number)
+                    priority = torch.full((size,), 1.0 + number % 5, dtype=dtype, device="cuda:1")
+                    index, generation = (batch[name][:size] for name in ("index", "generation"))
                     data.update_priority(index, priority, generation=generation)
             del data, batch
             gc.collect()
@@ -198,11 +204,11 @@ def test_what_changes_from_batch_to_batch_is_no_reason_to_record_again(
     with plain.installed(), monkeypatch.context() as patch:
         patch.setattr(driver, "library", lambda: None)
         queued = batches(plain)
-    sets, slots = 4, 0 if updates is None else 4 * len({updates(number) for number in range(40)})
+    sets, slots = 4, 0 if updates is None else 4 * len({updates(number) for number in range(count)})
     # A draw and an update of float32 before it are one; the last update waits for a draw.
     replays, joined = (cuda.machine.counts[name] for name in ("replays", "joined"))
     assert bool(joined) == (case == "alternating sizes")
-    assert replays + joined + bool(joined) == 40 - sets + bool(updates) * (40 - slots) >= 36
+    assert replays + joined + bool(joined) == count - sets + bool(updates) * (count - slots) >= count - 4
     assert plain.machine.counts["replays"] == 0
     for number, (one, other) in enumerate(zip(recorded, queued, strict=True)):
         compare(number, one, other)
@@ -232,20 +238,20 @@ def test_draws_are_queued_in_one_call_again_after_the_batches_of_a_state(
     with cuda.installed(), made_table() as table:
         cuda.threads.frequency = 0.0
         options: dict[str, Any] = {"batch_size": 4, "windows": WINDOWS, "device": "cuda:1"}
-        options |= {"batches_per_epoch": 40, "sampler": gear.Prioritized()}
+        options |= {"batches_per_epoch": 24, "sampler": gear.Prioritized()}
         before = gear.ReplayDataset(table, prefetch=7, **options)
         found: list[Any] = []
         for batch in before:
             found.append(on_host(cloned(dict(batch))))
-            if len(found) == 20:
+            if len(found) == 12:
                 state = before.state_dict()
         data = gear.ReplayDataset(table, prefetch=0, **options)
-        for number, batch in enumerate(itertools.islice(data, 20)):
+        for number, batch in enumerate(itertools.islice(data, 12)):
             compare(number, on_host(cloned(dict(batch))), found[number])
         assert done[-1]
         data.load_state_dict(state)
         for number, batch in enumerate(data):
-            compare(number, on_host(cloned(dict(batch))), found[20 + number])
+            compare(number, on_host(cloned(dict(batch))), found[12 + number])
         assert done[-1]
         assert not data._selected().history.pending  # type: ignore[attr-defined]
         data.sampler = gear.Prioritized(0.9)  # draws by other graphs, in the same buffers

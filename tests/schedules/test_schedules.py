@@ -132,8 +132,6 @@ CASES = {
     "pinned meanwhile": Case(pinned_meanwhile(Scenario.of), 3, 16, 0, "both kinds", 0.5),
     "packed, pinned meanwhile": Case(pinned_meanwhile(Scenario.flat), 0, 16, 0, "both kinds", 0.5),
 }
-PART = 8
-"""Seeds of a long test."""
 
 
 def check_case(name: str, seeds: range, policies: tuple[Policy, ...] = POLICIES) -> None:
@@ -147,12 +145,16 @@ def test_batches_are_those_of_the_cpu_in_any_order_of_work(name: str) -> None:
     check_case(name, range(FIRST, FIRST + CASES[name].short), LAZY)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "part"), [(name, part) for name, case in CASES.items() for part in range(case.long // PART)]
-)
-def test_batches_are_those_of_the_cpu_in_hundreds_of_schedules(name: str, part: int) -> None:
-    check_case(name, range(FIRST + PART * part, FIRST + PART * part + PART))
+def parts(name: str) -> list[Any]:
+    """The seeds of the long tests of a case: two in CI, and eight at a time."""
+    first = pytest.param(name, 0, 2, marks=pytest.mark.long)
+    marks = [pytest.mark.long, pytest.mark.exhaustive]
+    return [first, *(pytest.param(name, at, 8, marks=marks) for at in range(2, CASES[name].long, 8))]
+
+
+@pytest.mark.parametrize(("name", "at", "count"), [part for name in CASES for part in parts(name)])
+def test_batches_are_those_of_the_cpu_in_hundreds_of_schedules(name: str, at: int, count: int) -> None:
+    check_case(name, range(FIRST + at, FIRST + at + count))
 
 
 @pytest.mark.exhaustive
@@ -169,6 +171,7 @@ def test_modes_of_torch_change_nothing(mode: str) -> None:
     check_all(range(FIRST, FIRST + 1), lambda seed: Scenario.of(seed, mode), LAZY)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("part", range(3))
@@ -347,7 +350,7 @@ def first_found(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # what fails is made simpler, which takes minutes on a busy machine
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", mostly_long(DEFECTS, sample=4))
 def test_a_defect_put_back_is_found(name: str) -> None:
     _, of, first = DEFECTS[name]
     assert first_found(name, of, "random", (*range(first, 100), *range(first))) is not None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
+from cases import amounts, mostly_long
 from streams.cuda import Cuda
 from streams.machine import Policy
 
@@ -129,7 +129,7 @@ def play(seed: int, policy: Policy) -> Cuda:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 120), marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", amounts(range(3), range(3, 15), range(15, 120)))
 def test_what_is_visible_has_arrived(seeds: range, policy: Policy) -> None:
     counts = [play(seed, policy).machine.counts for seed in seeds]
     assert sum(each["store"] for each in counts) > 0
@@ -275,7 +275,7 @@ def same_as(table: gear.Table, plain: gear.Table, *, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 50), marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", amounts(range(3), range(3, 10), range(10, 50)))
 def test_episodes_are_visible_when_they_have_arrived(seeds: range, policy: Policy) -> None:
     counts = [play_episodes(seed, policy).machine.counts for seed in seeds]
     assert sum(each["append"] for each in counts) > 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import amounts
 from options_common import nested
 from table_common import bury, fresh_name
 
@@ -27,7 +28,7 @@ SIZE = 3
 WINDOWS = {"token": gear.Whole(), "prompt": None, "member": None, "reward": None}
 ONCE = gear.Uniform(replacement=False)
 KEYS = 10_000  # groups of a writer
-LENGTHS = pytest.mark.parametrize("batches", [40, pytest.param(3000, marks=pytest.mark.long)])
+LENGTHS = pytest.mark.parametrize("batches", amounts(40, 300, 3000))
 
 
 def tokens(prompt: int, member: int) -> torch.Tensor:

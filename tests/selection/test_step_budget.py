@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from dataset_common import iterating, nothing_left
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -251,7 +252,7 @@ def test_what_a_dataset_of_steps_cannot_do() -> None:
             data.load_state_dict({**state, "budget": "x"})
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=80),
     lookahead=st.integers(0, 6),
@@ -307,7 +308,7 @@ def endless(table: gear.Table, sampler: Any) -> Iterator[int]:
             turn, first = turn + 1, 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=150),
     more=st.integers(0, 40),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def rows_of(batch: Any) -> list[tuple[int, int]]:
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_sequences_against_the_definition(data: Any) -> None:
     """Of trajectories that grow, end and are removed, for draws that know the table from before."""
     stride = data.draw(st.integers(1, 6), "stride")

@@ -130,7 +130,7 @@ def check(table: gear.Table, rows: Any) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows=tables(), data=st.data())
 def test_what_pyarrow_reads_is_what_the_table_holds(
     tmp_path_factory: pytest.TempPathFactory, rows: Any, data: st.DataObject

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from cases import amounts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources_common import read_in_parts
@@ -167,7 +168,7 @@ def write_zarr(path: Path, form: int, lengths: list[int], arrays: Any) -> None:
     group.create_array("meta/episode_ends", data=np.cumsum(lengths, dtype=np.int64))
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", amounts(3, 15, 60))
 def test_zarr_is_what_was_written(tmp_path: Path, count: int) -> None:
     pytest.importorskip("zarr")
 

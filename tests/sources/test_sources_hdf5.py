@@ -367,7 +367,7 @@ def test_a_byte_that_is_changed_anywhere_gives_a_source_error_or_none(tmp_path: 
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_what_h5py_reads_is_what_the_table_holds(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import amounts
 from sources_common import read_in_parts
 
 import gear_loader as gear
@@ -325,7 +326,7 @@ def test_damaged_records_of_rlds(copy: Callable[[str], Path]) -> None:
             list(read_rlds(root, split="val", columns=["action", "reward"]))
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(800, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", amounts(20, 100, 800))
 def test_hostile_records_of_rlds(copy: Callable[[str], Path], count: int) -> None:
     """Records whose CRCs are right, with bytes changed: values or a SourceError, and no other error."""
     crc = pytest.importorskip("google_crc32c")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import amounts
 from torchvision_common import substitute_torchvision
 
 import gear_loader as gear
@@ -397,9 +398,7 @@ def test_mutated_values_in_a_table() -> None:
     assert min(seen.values()) > 20, seen
 
 
-@pytest.mark.parametrize(
-    "count", [500, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1500)])]
-)
+@pytest.mark.parametrize("count", amounts(500, 10_000, 100_000, timeout=1500))
 def test_mutated_values_never_end_the_process(count: int) -> None:
     random = np.random.default_rng(count)
     whole, seen = encoded_values(random), {"refused": 0, "damaged": 0, "read": 0}

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
+from cases import amounts
 from concurrency_common import (
     COLUMNS,
     PATIENCE,
@@ -322,7 +322,7 @@ def _kill_writers(voice: Voice, name: str, seed: int, lives: int) -> list[tuple[
     return left
 
 
-@pytest.mark.parametrize("lives", mostly_long([8, 150], 8))
+@pytest.mark.parametrize("lives", amounts(8, 40, 150))
 def test_what_killed_writers_had_committed_is_there(lives: int) -> None:
     """Nothing may go (on_full="error"), and of what was reported nothing has gone."""
     with named(max_steps=200_000, max_trajectories=20_000) as table:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import amounts, mostly_long
 from table_common import Died, Fragile, bury, mortal
 
 import gear_loader as gear
@@ -60,7 +61,7 @@ def test_beside_a_twin(on_full: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize("seed", mostly_long(range(1, 7), sample=3))
 def test_beside_a_twin_for_long(seed: int) -> None:
     act("evict_oldest" if seed % 2 else "evict_lowest_priority", seed, 1500)
 
@@ -150,7 +151,7 @@ def test_what_is_refused() -> None:
         check(table[table.add(given := rows(1, random, shared=True))], given)
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", amounts(7, 2, 1))
 def test_a_death_at_every_store(every: int) -> None:
     """One dies while it adds to a group whose first trajectory has left, and values of others."""
     deaths = 0

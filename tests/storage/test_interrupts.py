@@ -52,6 +52,16 @@ def test_exceptions_at_some_opcodes_and_signals_leave_nothing() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1300)
+@pytest.mark.parametrize("part", range(3))
+def test_exceptions_at_more_opcodes_leave_nothing(part: int) -> None:
+    calls = CALLS[part::3]
+    found = interrupted("opcodes", ",".join(calls), 30, 5)[0]
+    assert 20 * len(calls) < found <= 30 * len(calls)
+
+
+@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("call", CALLS)
 def test_exceptions_at_many_opcodes_leave_nothing(call: str) -> None:
     """At 250 of the thousand or more opcodes of each call; `interrupts_loop.py opcodes CALL 0 0` takes all of them."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 
 import gear_loader as gear
 from gear_loader.errors import TableFullError
@@ -64,7 +65,7 @@ def test_beside_a_twin() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize("seed", mostly_long(range(1, 7), sample=3))
 def test_beside_a_twin_for_long(seed: int) -> None:
     names = tuple(COLUMNS) if seed % 2 else ("token", "output", "image")
     beside_a_twin(names, "error" if seed < 3 else "evict_oldest", seed, 400)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from table_common import bury, fresh_name
 
 import gear_loader as gear
@@ -63,7 +64,7 @@ def test_beside_a_twin(columns: dict[str, gear.Column], on_full: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", mostly_long(range(1, 9), sample=3))
 def test_beside_a_twin_for_long(seed: int) -> None:
     beside_a_twin(
         {**STEPS, **(ONCE if seed % 2 else {})}, ("evict_oldest", "evict_lowest_priority")[seed % 3 % 2], seed

@@ -18,7 +18,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from cases import points
+from cases import amounts, points
 from hypothesis import given, settings
 from table_common import Died, Fragile, bury, mortal
 
@@ -124,7 +124,7 @@ def test_adding_removing_and_evicting_beside_readers() -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from(["evict_oldest", "evict_lowest_priority"]),
@@ -254,7 +254,7 @@ def test_writers_beside_adding_removing_and_evicting() -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from(["evict_oldest", "evict_lowest_priority", "error"]),
@@ -587,7 +587,7 @@ def test_values_that_are_filled_later() -> None:
                 table.fill(order[0], **given)
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", amounts(7, 2, 1))
 def test_a_death_at_every_store_of_a_fill(stride: int) -> None:
     """Filled whole, or not at all, and then once more."""
     for stores in itertools.count(step=stride):

@@ -527,7 +527,7 @@ def _act(what: str, table: gear.Table, writer: gear.Writer, slots: Any, number: 
         return str(error)
 
 
-@pytest.mark.parametrize("turns", [200, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("turns", [200, pytest.param(600, marks=[pytest.mark.long, pytest.mark.exhaustive])])
 @pytest.mark.parametrize("seed", range(3))
 def test_compiled_or_not_makes_no_difference(seed: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same operations leave the same bytes in the index and in the columns."""

@@ -30,10 +30,18 @@ ARCHITECTURES = (80, 90, 100)
 INSTALLED = importlib.metadata.version("triton")
 VERSIONS = tuple(sorted({"3.6.0", "3.7.1", INSTALLED}))
 SAMPLE = ("cast_uint8_bfloat16", "gather_16", "packed", "place", "priority_draw", "split", "store")
+
+
+def _marks(version: str, arch: int) -> list[pytest.MarkDecorator]:
+    """In CI: the kernels that are emulated, and by the installed version those of the newest architecture."""
+    in_ci = arch == 90 or (version == INSTALLED and arch == ARCHITECTURES[-1])
+    return [pytest.mark.long, *([] if in_ci else [pytest.mark.exhaustive])]
+
+
 TARGETS = [
     pytest.param((INSTALLED, 90, SAMPLE), id="some kernels"),
     *(
-        pytest.param((version, arch, ()), id=f"{version}-sm_{arch}", marks=pytest.mark.long)
+        pytest.param((version, arch, ()), id=f"{version}-sm_{arch}", marks=_marks(version, arch))
         for version in VERSIONS
         for arch in ARCHITECTURES
     ),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_long
 from learner_common import CASES, assert_equal, connected, dataset, filled, pair
 from transport_common import SECRET, Proxy, serving
 from waiting_common import wait_until
@@ -23,7 +24,7 @@ from gear_loader.transport.urls import url_of
 from gear_loader.utils import notices
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) for case in CASES] + ["windows"])
+@pytest.mark.parametrize("case", mostly_long(CASES, "windows", sample=3))
 def test_batches_in_memory_that_a_learner_maps_are_the_same(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import COLUMNS, named, number_of, numbers_of, rows
@@ -97,7 +98,7 @@ def test_it_is_the_message_that_store_reads_and_writes(name: str, count: int, fi
         assert not any(data[at + len(wanted) : at + len(wanted) + -len(wanted) % 128])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 1 << 30), st.sampled_from(list(KINDS)), st.integers(0, 1))
 def test_what_is_not_valid_is_left_to_store(seed: int, name: str, final: int) -> None:
     """Where both read a changed message, they read the same; where `Store` refuses it, so does the other."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_remote_table import connected, named, url_of
@@ -102,7 +103,7 @@ def test_lost_answers_fill_once() -> None:
             check(table, slots[number], number)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(done=st.lists(st.booleans(), min_size=1, max_size=8), other=st.booleans())
 def test_a_request_that_was_executed_by_a_server_that_died_is_recognised(
     done: list[bool], other: bool

@@ -394,7 +394,7 @@ def test_objects_and_images_that_readers_could_not_read_are_refused(monkeypatch:
             take("image", data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 @pytest.mark.long
 def test_mutated_requests_leave_a_whole_table(data: st.DataObject) -> None:

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import transport_common as common
-from cases import mostly_long
 from table_common import COLUMNS, fresh_name, named, rows
 from transport_common import PATIENCE, SECRET, Serving, check_fetch, open_files, serving, six, spec_of
 from waiting_common import wait_until
@@ -305,7 +304,9 @@ def cycle(server: Serving, table: gear.Table, chance: random.Random) -> None:
     raw.socket.close()
 
 
-@pytest.mark.parametrize("cycles", mostly_long([200, 1000], 200))
+@pytest.mark.parametrize(
+    "cycles", [200, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.exhaustive])]
+)
 def test_nothing_is_left_of_many_connections(caplog: pytest.LogCaptureFixture, cycles: int) -> None:
     caplog.set_level(logging.ERROR, "gear_loader.transport")  # or pytest keeps every line of the server's
     chance = random.Random(7)

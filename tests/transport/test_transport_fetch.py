@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from table_common import COLUMNS, DTYPES, bits, fresh_name, named, number_of, numbers_of, random_values, rows
@@ -69,7 +70,7 @@ def refused(peer: Peer, spec: WindowSpec, message: str, n: int = 0) -> BaseExcep
 # ---------------------------------------------------------------- fetching
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_windows_of_any_rows(shelf: Shelf, data: st.DataObject) -> None:
     table, _, peer = shelf

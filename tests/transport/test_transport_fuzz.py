@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from table_common import COLUMNS, named, number_of, numbers_of, rows
@@ -107,7 +108,7 @@ def requests_of(name: str) -> list[bytes]:
     ]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data(), st.binary(max_size=300))
 def test_parsers(data: st.DataObject, noise: bytes) -> None:
     """Noise, and messages that are nearly right."""
@@ -142,7 +143,10 @@ def mutated(chance: random.Random, data: bytes) -> bytes:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_million_messages_that_are_nearly_right() -> None:
+@pytest.mark.parametrize(
+    "count", [50_000, pytest.param(1_000_000, marks=pytest.mark.exhaustive)], ids=["some", "a million"]
+)
+def test_messages_that_are_nearly_right(count: int) -> None:
     """Requests of writers and the texts of servers, for the parsers alone."""
     seed = int.from_bytes(os.urandom(4), "little")
     chance = random.Random(seed)
@@ -163,7 +167,7 @@ def test_a_million_messages_that_are_nearly_right() -> None:
     }
     targets = {target.__name__: i for i, target in enumerate(TARGETS)}
     whole = [(bytes([targets[name]]), each) for name, some_ in samples.items() for each in some_]
-    for number in range(1_000_000):
+    for number in range(count):
         target, sample = chance.choice(whole)
         data = target + mutated(chance, sample)
         try:
@@ -217,7 +221,7 @@ def rows_of(number: int) -> Iterator[dict[str, np.ndarray]]:
     return ({name: each[step] for name, each in values.items()} for step in range(3))
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=400), hello=st.booleans())
 def test_before_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: bytes, hello: bool) -> None:
     table, server, peer = shelf
@@ -227,7 +231,7 @@ def test_before_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: byt
     still_serves(table, peer)
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_after_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: st.DataObject) -> None:
     table, server, peer = shelf
@@ -258,7 +262,7 @@ def test_after_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: st.D
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(numbers=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40), seed=st.integers(0, 2**32))
 def test_any_numbers_in_a_fetch(
     shelf: tuple[gear.Table, Serving, Peer], numbers: list[int], seed: int, packed: bool

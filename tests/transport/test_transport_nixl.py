@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nixl_common import COLUMNS, SCHEMA, WINDOWS, Owner, World, make, steps, windows_on
@@ -263,7 +264,7 @@ def test_a_description_travels() -> None:
 
 
 @given(st.data())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_damaged_description_is_refused_or_harmless(data: st.DataObject) -> None:
     changed = bytearray(GOOD)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -614,7 +615,7 @@ def test_an_owner_that_is_killed_and_comes_again(owner: Owner) -> None:
 # ---------------------------------------------------------------- the lists
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_intervals_read_every_value(data: st.DataObject) -> None:
     """Any intervals of a memory, overlapping or empty, near each other or far apart."""

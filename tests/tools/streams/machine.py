@@ -346,7 +346,8 @@ class Machine:
         operation = stream.queue.popleft()
         if operation.call is not None:
             try:
-                with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+                # Work is done on host memory: without modes, a default device among them, which every call would pass.
+                with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
                     operation.call()
             except Exception as error:
                 self.fail(f"{operation.label} failed: {type(error).__name__}: {error}")
