@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -45,6 +46,13 @@ def examples(most: int) -> int:
     from hypothesis import settings  # which may not be installed
 
     return max(3, most * min(50, settings.default.max_examples) // 50)
+
+
+def needs(*packages: str) -> None:
+    """Skip the tests of a module where one of these packages is not installed. None of them is imported."""
+    missing = [each for each in packages if importlib.util.find_spec(each) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
 
 def kernel_and_twin(kernel: Any, twin: Any, name: str = "run") -> Any:

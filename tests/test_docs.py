@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import needs
 
-pytest.importorskip("sphinx", reason="needs Sphinx: pip install '.[docs]'")
-for extension in ("furo", "myst_parser"):
-    pytest.importorskip(extension, reason=f"needs {extension}: pip install '.[docs]'")
+needs("sphinx", "furo", "myst_parser")  # pip install '.[docs]'
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = (

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import needs
 from object_store import ObjectStore, object_store
 from table_common import fresh_name
 from tier_common import spill
@@ -29,9 +30,7 @@ from gear_loader.errors import CheckpointError
 from gear_loader.utils import addresses
 
 fsspec = pytest.importorskip("fsspec")
-pytest.importorskip("s3fs")
-pytest.importorskip("moto")
-pytest.importorskip("flask_cors")  # of moto's server
+needs("s3fs", "moto", "flask_cors")  # the last of moto's server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 WIDTH = 1 << 13

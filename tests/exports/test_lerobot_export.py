@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import needs
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
 from gear_loader.exports import lerobot_statistics
 
 pq = pytest.importorskip("pyarrow.parquet")
-pytest.importorskip("datasets")
+needs("datasets")
 av = pytest.importorskip("av")
 
 DATA = Path(__file__).parents[1] / "data" / "robots"

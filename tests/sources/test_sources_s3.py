@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import needs
 from object_store import ObjectStore, object_store
 from test_sources_buckets import (
     OPTIONS,
@@ -28,9 +29,7 @@ from gear_loader.sources import source_files
 from gear_loader.utils import addresses, remote_file
 
 fsspec = pytest.importorskip("fsspec")
-pytest.importorskip("s3fs")
-pytest.importorskip("moto")
-pytest.importorskip("flask_cors")  # of moto's server
+needs("s3fs", "moto", "flask_cors")  # the last of moto's server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::UserWarning")]
 FORMATS = [*QUICK, write_lerobot, write_minari, write_hf]

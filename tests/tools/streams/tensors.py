@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
-from torch.utils._pytree import tree_flatten, tree_map
 
 from .memory import View
 
@@ -65,9 +64,8 @@ class DeviceTensor(torch.Tensor):
             made = function.decompose(*args, **(kwargs or {}))
             if made is not NotImplemented:
                 return made
-        flat = tree_flatten((args, kwargs or {}))[0]
-        ours = [each for each in flat if isinstance(each, DeviceTensor)]
-        return _Call(ours[0].cuda_, ours[0].where, function, args, kwargs or {}).run()
+        ours = next(each for each in _leaves((args, kwargs or {})) if isinstance(each, DeviceTensor))
+        return _Call(ours.cuda_, ours.where, function, args, kwargs or {}).run()
 
     def record_stream(self, stream: Any) -> None:
         self.cuda_.record_stream(self, stream)
@@ -133,14 +131,13 @@ class _Call:
             return convert(value) if isinstance(value, torch.Tensor) else value
 
         kwargs = {key: value for key, value in self.kwargs.items() if key not in ("device", "pin_memory")}
-        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(each, (self.args, kwargs))
-        return made
+        return _mapped(each, self.args), _mapped(each, kwargs)
 
     def _view(self) -> Any:
         args, kwargs = self._map(lambda value: value.bytes_ if isinstance(value, DeviceTensor) else value)
         with torch.no_grad():
             made = self.function(*args, **kwargs)
-        return tree_map(lambda part: DeviceTensor.make(self.cuda, part, self.device), made)
+        return _mapped(lambda part: DeviceTensor.make(self.cuda, part, self.device), made)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         cuda = self.cuda
@@ -169,7 +166,7 @@ class _Call:
         self.cuda.current_stream(self.device).synchronize()
         args, kwargs = self._map(lambda value: View.of(value).tensor())
         made = self.function(*args, **kwargs)
-        return tree_map(self._on_device, made) if self.function not in _DETACHED else made
+        return _mapped(self._on_device, made) if self.function not in _DETACHED else made
 
     def _on_device(self, value: Any) -> Any:
         return self.cuda.to_device(value, self.device) if isinstance(value, torch.Tensor) else value
@@ -204,7 +201,7 @@ class _Call:
             function(*args, **kwargs)  # which checks the arguments
             outs, result = [], mutated[0] if len(mutated) == 1 else tuple(mutated)
         else:
-            result = tree_map(
+            result = _mapped(
                 lambda part: (
                     device_empty(self.cuda, part.shape, part.stride(), part.dtype, self.device)
                     if isinstance(part, torch.Tensor)
@@ -212,7 +209,7 @@ class _Call:
                 ),
                 function(*args, **kwargs),
             )
-            outs = [View.of(part) for part in tree_flatten(result)[0] if isinstance(part, torch.Tensor)]
+            outs = [View.of(part) for part in _leaves(result) if isinstance(part, torch.Tensor)]
         if self.name in _EMPTY:
             return result
 
@@ -220,30 +217,38 @@ class _Call:
             return View.of(value) if isinstance(value, DeviceTensor) else value.clone()
 
         given = self._map(argument_of)
-        inputs = [each for each in tree_flatten(given, is_leaf=_is_view)[0] if isinstance(each, View)]
+        inputs = [each for each in _leaves(given) if isinstance(each, View)]
         written = [View.of(part) for part in mutated]
 
         def run() -> None:
-            args, kwargs = tree_map(
-                lambda value: value.tensor() if isinstance(value, View) else value, given, is_leaf=_is_view
-            )
-            made = tree_flatten(function(*args, **kwargs))[0]
-            for view, value in zip(outs, made, strict=False):
+            args, kwargs = _mapped(lambda value: value.tensor() if isinstance(value, View) else value, given)
+            for view, value in zip(outs, _leaves(function(*args, **kwargs)), strict=False):
                 view.tensor().copy_(value)
 
         reads = [view for view in inputs if view not in written]
-        values = [
-            each.tolist() if isinstance(each, torch.Tensor) else each
-            for each in tree_flatten(given, is_leaf=_is_view)[0]
-        ]
+        values = [each.tolist() if isinstance(each, torch.Tensor) else each for each in _leaves(given)]
         self.cuda.launch(
             self.device, self.name, run, reads=reads, writes=written + outs, arguments=values + outs
         )
         return result
 
 
-def _is_view(value: Any) -> bool:
-    return isinstance(value, View)
+def _leaves(value: Any) -> Iterator[Any]:
+    """What lies in nested tuples, lists and dicts, in order; a view is one thing."""
+    if type(value) in (tuple, list, dict):
+        for each in value.values() if type(value) is dict else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _mapped(convert: Callable[[Any], Any], value: Any) -> Any:
+    """Nested tuples, lists and dicts with `convert` applied to what lies in them."""
+    if type(value) in (tuple, list):
+        return type(value)([_mapped(convert, each) for each in value])
+    if type(value) is dict:
+        return {key: _mapped(convert, each) for key, each in value.items()}
+    return convert(value)
 
 
 class CudaFunctions(TorchFunctionMode):
