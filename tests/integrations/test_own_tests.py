@@ -124,8 +124,14 @@ TRANSFERQUEUE = {
         "not mismatch and not test_tensor_fields and not test_storage_saved_is_true",
     ),
 }
+MINUTES = ("test_samplers.py", "test_storages.py")
+"""Files that take minutes."""
 RUNS = [
-    pytest.param(name, files, chosen, least, id=f"{name}-{files.split()[0]}")
+    pytest.param(
+        *(name, files, chosen, least),
+        id=f"{name}-{files.split()[0]}",
+        marks=pytest.mark.exhaustive if files in MINUTES else (),
+    )
     for name, runs in (
         ("sb3", SB3),
         ("torchrl", TORCHRL),

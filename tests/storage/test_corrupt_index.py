@@ -239,6 +239,6 @@ def test_attach_to_a_table_of_another_user(table: gear.Table, monkeypatch: pytes
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("count", "first"), mostly_long([(8, 0), (192, 8), (2300, 200)], (8, 0), sample=2))
+@pytest.mark.parametrize(("count", "first"), mostly_long([(8, 0), (48, 8), (2444, 56)], (8, 0), sample=2))
 def test_wrong_words_of_the_index_end_no_process(count: int, first: int) -> None:
     assert storm(count, first=first) == {}
