@@ -115,6 +115,10 @@ class _Backend:
         found: dict[str, Any] = ray.get(self._owner.get.remote(rows, names))
         return found
 
+    def read_bytes(self, values: int) -> float:
+        """About the bytes of so many values, by the last read; infinite if that is unknown."""
+        return float("inf") if self.local is None else values * self.local.value_bytes
+
     def remove(self, rows: Any) -> None:
         if self.local is None:
             ray.get(self._owner.remove.remote(rows))
@@ -204,7 +208,8 @@ class GearStorageManager(StorageManager):
         if not count or not names:
             return TensorDict({}, batch_size=count)
         try:
-            found = await self._run(_INLINE + 1, self._store.get, rows_of(metadata.global_indexes), names)
+            size = self._store.read_bytes(count * len(names))
+            found = await self._run(size, self._store.get, rows_of(metadata.global_indexes), names)
         except KeyError as error:
             raise transfer_queue.storage.StorageKeyNotFoundError(
                 f"The table has no {error.args[0]}."
@@ -227,7 +232,7 @@ class GearStorageManager(StorageManager):
         await self._store._owner.load.remote(checkpoint_dir)
 
     @staticmethod
-    async def _run(size: int, call: Callable[..., Any], *given: Any) -> Any:
+    async def _run(size: float, call: Callable[..., Any], *given: Any) -> Any:
         return call(*given) if size <= _INLINE else await asyncio.to_thread(call, *given)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor  # the public function takes four times as long
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.ragged import msgpack
@@ -227,24 +228,30 @@ def _nothing(name: str, shape: Sequence[int]) -> torch.Tensor:
 # ---------------------------------------------------------------- reading
 
 
-def joined(field: SampleField, data: torch.Tensor, offsets: Array) -> torch.Tensor:
-    """The values of `SCALAR` or `ROWS` of n samples, one after another: ``[n]``, or a jagged ``[n, j, *rest]``.
+class Jagged:
+    """Makes the tensors of one read. Those with the same lengths share their offsets, so that operations take them
+    together."""
 
-    Args:
-        data: uint8, aligned to the dtype's size from ``offsets[0]`` on. offsets: int64 [n + 1].
-    """
-    memory = data[int(offsets[0]) : int(offsets[-1])].view(dtype_of(field.dtype))
-    if field.kind == SCALAR:
-        return memory
-    size = torch.Size(field.rest).numel() * field.item
-    places = (offsets - offsets[0]) // size
-    counts = np.diff(places)
-    return torch.nested.nested_tensor_from_jagged(
-        memory.view(-1, *field.rest),
-        torch.from_numpy(places),
-        min_seqlen=int(counts.min()),
-        max_seqlen=int(counts.max()),
-    )
+    def __init__(self) -> None:
+        self._places: Array | None = None
+        self._offsets = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def joined(self, field: SampleField, data: torch.Tensor, offsets: Array) -> torch.Tensor:
+        """The values of `SCALAR` or `ROWS` of n samples, one after another: ``[n]``, or a jagged ``[n, j, *rest]``.
+
+        Args:
+            data: uint8, aligned to the dtype's size from ``offsets[0]`` on. offsets: int64 [n + 1].
+        """
+        memory = data[int(offsets[0]) : int(offsets[-1])].view(dtype_of(field.dtype))
+        if field.kind == SCALAR:
+            return memory
+        places = (offsets - offsets[0]) // (torch.Size(field.rest).numel() * field.item)
+        if self._places is None or not np.array_equal(places, self._places):
+            self._places, self._offsets = places, torch.from_numpy(places)
+        made: torch.Tensor = NestedTensor(
+            memory.view(-1, *field.rest) if field.rest else memory, self._offsets
+        )
+        return made
 
 
 def value_of(field: SampleField, data: torch.Tensor) -> Any:

@@ -25,14 +25,15 @@ from gear_loader.integrations.transfer_queue_fields import (
     ROWS,
     SCALAR,
     FieldValues,
+    Jagged,
     SampleField,
     described,
-    joined,
     read_description,
     value_of,
 )
 from gear_loader.storage.incoming import Steps, checked_priorities
 from gear_loader.storage.ragged_input import Payload
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.storage.states import READY
@@ -74,10 +75,14 @@ class Rows:
 
     Args:
         table: with the columns `SCHEMA`.
+
+    Attributes:
+        value_bytes: mean bytes of a value in the last read; infinite before the first.
     """
 
     def __init__(self, table: Table) -> None:
         self.table = table
+        self.value_bytes = float("inf")
         count = table._engine.index.arrays.num_slots
         self._lock = threading.RLock()
         self._sets: dict[int, _Set] = {}
@@ -152,13 +157,13 @@ class Rows:
             at = np.flatnonzero((numbers == number) & (rows >= 0))
             place[rows[at]] = known + at  # oldest first, so that the newest counts
 
-    def _newest(self, name: str, rows: Array) -> Array:
-        """Trajectory of the snapshot that has a field of each row, int64 [n]; -1 where there is none."""
+    def _newest(self, numbers: Sequence[int], rows: Array) -> Array:
+        """Newest trajectory of the snapshot that has one of some sets of fields, of each row, int64 [n]; -1 if none."""
         found: Array = np.full(len(rows), -1, dtype=np.int64)
-        for number, place in self._places.items():
-            if number in self._sets and name in self._sets[number].steps:
-                inside = rows < len(place)
-                np.maximum(found, np.where(inside, place[np.where(inside, rows, 0)], -1), out=found)
+        for number in numbers:
+            place = self._places[number]
+            inside = rows < len(place)
+            np.maximum(found, np.where(inside, place[np.where(inside, rows, 0)], -1), out=found)
         return found
 
     # ---------------------------------------------------------------- writing
@@ -253,27 +258,64 @@ class Rows:
     def _try_to_get(self, rows: Array, names: Sequence[str]) -> dict[str, Any]:
         with self._lock:
             snapshot = self._follow()
-            wanted = [self._find(name, rows) for name in names]
+            wanted = self._find(names, rows)
         order = sorted(range(len(names)), key=lambda i: -wanted[i].item)  # so that all are aligned
         places = np.concatenate([wanted[i].places for i in order])
         steps = np.concatenate([wanted[i].steps for i in order])
-        batch = self.table.gather(snapshot.slots[places], steps, windows=_WINDOW)
-        if (batch["generation"].numpy() != snapshot.generations[places]).any():
-            raise StaleIndexError("Samples were removed while they were read.")
-        values, offsets, count = batch["value"].values, batch["value"].offsets.numpy(), len(rows)
+        values, offsets = self._read_values(snapshot.slots[places], steps, snapshot.generations[places])
+        self.value_bytes = len(values) / len(steps)
+        count, jagged = len(rows), Jagged()
         return {
-            names[i]: wanted[i].made(values, offsets[at * count : (at + 1) * count + 1])
+            names[i]: wanted[i].made(values, offsets[at * count : (at + 1) * count + 1], jagged)
             for at, i in enumerate(order)
         }
 
-    def _find(self, name: str, rows: Array) -> _Wanted:
-        places = self._newest(name, rows)
-        if (places < 0).any():
-            raise KeyError(f"field {name!r} of the samples {rows[places < 0].tolist()}")
-        numbers, which = np.unique(self._numbers[places], return_inverse=True)
-        sets = [self._sets[number] for number in numbers.tolist()]
-        steps = np.array([each.steps[name] for each in sets], dtype=np.int64)
-        return _Wanted([each.fields[each.steps[name] - 1] for each in sets], which, places, steps[which])
+    def _read_values(self, slots: Array, steps: Array, generations: Array) -> tuple[torch.Tensor, Array]:
+        """Copies of the values of some steps, one after another, and where each begins, int64 [n + 1].
+
+        Raises:
+            StaleIndexError: a trajectory is not there any longer.
+        """
+        engine, ticket = self.table._engine, Ticket()
+        arrays = engine.index.arrays
+
+        def read() -> Any:
+            engine.reader().begin_read(ticket)
+            first = arrays.extent[slots, 1]
+            if not ((arrays.state[slots] == READY) & (arrays.generation[slots] == generations)).all():
+                raise StaleIndexError("Samples were removed before they were read.")
+            if (first < 0).any():
+                return None
+            blocks = arrays.block_ids[first + steps // BLOCK_STEPS]
+            records = engine.region.column("value")[blocks, steps % BLOCK_STEPS].view(np.int64)
+            return engine.payload.read(engine.schema.ragged["value"], records, (len(slots),), slots=slots)
+
+        found = ticket.during(read)
+        if found is None:  # some lie on a disk only
+            batch = self.table.gather(slots, steps, windows=_WINDOW)
+            if (batch["generation"].numpy() != generations).any():
+                raise StaleIndexError("Samples were removed while they were read.")
+            found = batch["value"]
+        return found.values, found.offsets.numpy()
+
+    def _find(self, names: Sequence[str], rows: Array) -> list[_Wanted]:
+        """Where the fields of these names are. Those that lie in the same sets of fields are searched for once."""
+        found: list[_Wanted] = []
+        searched: dict[tuple[int, ...], tuple[Array, list[_Set], Array]] = {}
+        for name in names:
+            numbers = tuple(number for number in self._places if name in self._sets[number].steps)
+            if numbers not in searched:
+                places = self._newest(numbers, rows)
+                if (places < 0).any():
+                    raise KeyError(f"field {name!r} of the samples {rows[places < 0].tolist()}")
+                which = self._numbers[places]
+                used = sorted(each for each in numbers if (which == each).any())
+                searched[numbers] = places, [self._sets[each] for each in used], np.searchsorted(used, which)
+            places, sets, which = searched[numbers]
+            steps = [each.steps[name] for each in sets]
+            kinds = [each.fields[step - 1] for each, step in zip(sets, steps, strict=True)]
+            found.append(_Wanted(kinds, which, places, np.array(steps, dtype=np.int64)[which]))
+        return found
 
     def samples(self) -> Iterator[Samples]:
         """All that is there, oldest first: at a time samples with the same fields."""
@@ -323,9 +365,9 @@ class _Wanted(NamedTuple):
         """Whether they are delivered as one tensor."""
         return self.kinds[0].kind in (SCALAR, ROWS) and len(set(self.kinds)) == 1
 
-    def made(self, data: torch.Tensor, offsets: Array) -> torch.Tensor | list[Any]:
+    def made(self, data: torch.Tensor, offsets: Array, jagged: Jagged) -> torch.Tensor | list[Any]:
         if self.alike:
-            return joined(self.kinds[0], data, offsets)
+            return jagged.joined(self.kinds[0], data, offsets)
         bounds = zip(offsets[:-1].tolist(), offsets[1:].tolist(), self.which.tolist(), strict=True)
         return [value_of(self.kinds[kind], data[i:j]) for i, j, kind in bounds]
 

@@ -1,4 +1,4 @@
-"""The replay buffer of `examples/rllib_dqn.py`: what RLlib gives it, and what it gives RLlib's learner."""
+"""The replay buffer of `examples/rllib_replay.py`: what RLlib gives it, and what it gives RLlib's learner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def example() -> Any:
         import ray.rllib.algorithms.dqn  # noqa: F401
     except Exception as error:
         pytest.skip(f"needs ray[rllib] ({error}): make peers ARGS='.peers rllib', test_own_tests.py")
-    spec = importlib.util.spec_from_file_location("rllib_dqn", ROOT / "examples" / "rllib_dqn.py")
+    spec = importlib.util.spec_from_file_location("rllib_replay", ROOT / "examples" / "rllib_replay.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -87,7 +87,7 @@ def test_pieces_of_episodes_become_n_step_transitions() -> None:
 @pytest.mark.long
 def test_it_learns() -> None:
     example()
-    command = [sys.executable, ROOT / "examples" / "rllib_dqn.py", "--stop", "40", "--seconds", "250"]
+    command = [sys.executable, ROOT / "examples" / "rllib_replay.py", "--stop", "40", "--seconds", "250"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
