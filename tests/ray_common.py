@@ -16,4 +16,5 @@ def ray_directory() -> Iterator[str]:
         patch.setenv("HOME", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it kills workers for memory that others have
         yield folder

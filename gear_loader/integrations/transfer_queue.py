@@ -22,6 +22,7 @@ Nothing is pickled: see `transfer_queue_fields.packed` for what a field can hold
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -92,7 +93,7 @@ class _Backend:
                 f"backend.{NAME} has no address of a table; expected that gear_loader.integrations.transfer_queue was "
                 "imported in the process that called transfer_queue.init first."
             )
-        self._owner: Any = ray.get_actor(address.actor, namespace=_NAMESPACE)
+        self._actor = address.actor
         self.local: Rows | None = None
         if address.machine == this_machine():
             try:
@@ -101,18 +102,23 @@ class _Backend:
                 self.local = None
         self._sync = options.sync
 
+    @functools.cached_property
+    def owner(self) -> Any:
+        """The actor, which only some calls on its machine need."""
+        return ray.get_actor(self._actor, namespace=_NAMESPACE)
+
     def put(self, rows: Any, fields: Mapping[str, Any], names: Sequence[bytes]) -> None:
         if self.local is None:
-            ray.get(self._owner.put.remote(rows, dict(fields), names))
+            ray.get(self.owner.put.remote(rows, dict(fields), names))
         else:
             self.local.put(rows, [values_of(name, value) for name, value in fields.items()], names)
         if self._sync:
-            ray.get(self._owner.flush.remote())
+            ray.get(self.owner.flush.remote())
 
     def get(self, rows: Any, names: Sequence[str]) -> dict[str, Any]:
         if self.local is not None:
             return self.local.get(rows, names)
-        found: dict[str, Any] = ray.get(self._owner.get.remote(rows, names))
+        found: dict[str, Any] = ray.get(self.owner.get.remote(rows, names))
         return found
 
     def read_bytes(self, values: int) -> float:
@@ -121,7 +127,7 @@ class _Backend:
 
     def remove(self, rows: Any) -> None:
         if self.local is None:
-            ray.get(self._owner.remove.remote(rows))
+            ray.get(self.owner.remove.remote(rows))
         else:
             self.local.remove(rows)
 
@@ -225,11 +231,11 @@ class GearStorageManager(StorageManager):
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Save all samples into a folder, see `Table.save`."""
-        await self._store._owner.save.remote(checkpoint_dir)
+        await self._store.owner.save.remote(checkpoint_dir)
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Put what `save_checkpoint` has saved in place of all samples."""
-        await self._store._owner.load.remote(checkpoint_dir)
+        await self._store.owner.load.remote(checkpoint_dir)
 
     @staticmethod
     async def _run(size: float, call: Callable[..., Any], *given: Any) -> Any:

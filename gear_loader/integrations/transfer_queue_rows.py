@@ -32,6 +32,7 @@ from gear_loader.integrations.transfer_queue_fields import (
     value_of,
 )
 from gear_loader.storage.incoming import Steps, checked_priorities
+from gear_loader.storage.ragged import Ragged
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Column, Window
@@ -74,7 +75,7 @@ class Rows:
     """Reads and writes samples of one table; every process has its own. Several threads can use it.
 
     Args:
-        table: with the columns `SCHEMA`.
+        table: with the columns `SCHEMA`, all of it in memory.
 
     Attributes:
         value_bytes: mean bytes of a value in the last read; infinite before the first.
@@ -279,23 +280,18 @@ class Rows:
         engine, ticket = self.table._engine, Ticket()
         arrays = engine.index.arrays
 
-        def read() -> Any:
+        def read() -> Ragged:
             engine.reader().begin_read(ticket)
-            first = arrays.extent[slots, 1]
             if not ((arrays.state[slots] == READY) & (arrays.generation[slots] == generations)).all():
                 raise StaleIndexError("Samples were removed before they were read.")
-            if (first < 0).any():
-                return None
-            blocks = arrays.block_ids[first + steps // BLOCK_STEPS]
+            blocks = arrays.block_ids[arrays.extent[slots, 1] + steps // BLOCK_STEPS]
             records = engine.region.column("value")[blocks, steps % BLOCK_STEPS].view(np.int64)
-            return engine.payload.read(engine.schema.ragged["value"], records, (len(slots),), slots=slots)
+            found: Ragged = engine.payload.read(
+                engine.schema.ragged["value"], records, (len(slots),), slots=slots
+            )
+            return found
 
         found = ticket.during(read)
-        if found is None:  # some lie on a disk only
-            batch = self.table.gather(slots, steps, windows=_WINDOW)
-            if (batch["generation"].numpy() != generations).any():
-                raise StaleIndexError("Samples were removed while they were read.")
-            found = batch["value"]
         return found.values, found.offsets.numpy()
 
     def _find(self, names: Sequence[str], rows: Array) -> list[_Wanted]:

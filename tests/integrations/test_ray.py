@@ -176,6 +176,69 @@ def test_each_worker_of_a_training_reads_its_shard(ray: Any, tmp_path: Path) -> 
             ray.kill(actor)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*")
+def test_a_training_goes_on_over_its_connections_where_it_was(ray: Any, replay: Any, tmp_path: Path) -> None:
+    """Two workers divide a pass, one by attached memory and one by the server; one is killed, and Ray starts both."""
+    pytest.importorskip("ray.train.torch", reason="needs pip install '.[ray]'", exc_type=ImportError)
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    with gear.connect("ray://replay") as table:
+        table.extend([{"number": torch.tensor([i])} for i in range(200)])
+
+    def train(config: dict[str, str]) -> None:  # nested, so that Ray sends it as code
+        import ray.train
+        import torch.distributed
+
+        from gear_loader.integrations.ray import connect
+
+        rank, saved = ray.train.get_context().get_world_rank(), ray.train.get_checkpoint()
+        table = connect("ray://replay", attach=rank == 0)
+        assert type(table).__name__ == ("Table" if rank == 0 else "RemoteTable")
+        dataset = gear.ReplayDataset(
+            table,
+            batch_size=10,
+            windows=gear.Window(1),
+            sampler=gear.Uniform(replacement=False),
+            ranks=gear.Ranks(rank, 2),
+            device="cpu",
+        )
+        seen: list[int] = []
+        if saved is not None:
+            with saved.as_directory() as folder:
+                known = torch.load(os.path.join(folder, f"{rank}.pt"))
+            seen = known["seen"]
+            assert len(seen) == 40
+            dataset.load_state_dict(known["state"])
+        for batch in dataset:
+            seen += batch["number"].flatten().tolist()
+            if len(seen) == 40:  # which both ranks have reached when one is killed
+                with tempfile.TemporaryDirectory() as folder:
+                    torch.save(
+                        {"seen": seen, "state": dataset.state_dict()}, os.path.join(folder, f"{rank}.pt")
+                    )
+                    ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+            if len(seen) == 60 and saved is None and rank == 1:
+                os._exit(1)
+        parts: list[Any] = [None, None]
+        torch.distributed.all_gather_object(parts, seen)
+        assert sorted(parts[0] + parts[1]) == list(range(200))
+        assert len(parts[0]) == len(parts[1])
+        with open(os.path.join(config["folder"], f"done-{rank}-{saved is not None}"), "x"):
+            pass
+
+    TorchTrainer(
+        train,
+        train_loop_config={"folder": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=2),
+        torch_config=TorchConfig(backend="gloo"),
+        run_config=RunConfig(
+            storage_path=str(tmp_path / "run"), failure_config=FailureConfig(max_failures=1)
+        ),
+    ).fit()
+    assert sorted(each.name for each in tmp_path.glob("done*")) == ["done-0-True", "done-1-True"]
+
+
 def test_what_cannot_be_found(ray: Any) -> None:
     from gear_loader.integrations.ray import Replay, connect
 

@@ -85,11 +85,22 @@ def test_pieces_of_episodes_become_n_step_transitions() -> None:
 
 
 @pytest.mark.long
-def test_it_learns() -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "goal", "seconds"),
+    [
+        ("dqn", 40, 250),
+        pytest.param("sac", -600, 900, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1000)]),
+    ],
+)
+def test_it_learns(algorithm: str, goal: int, seconds: int) -> None:
     example()
-    command = [sys.executable, ROOT / "examples" / "rllib_replay.py", "--stop", "40", "--seconds", "250"]
+    command = [sys.executable, ROOT / "examples" / "rllib_replay.py", "--algorithm", algorithm]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*map(str, command), f"--stop={goal}", f"--seconds={seconds}"],
+        capture_output=True,
+        text=True,
+        timeout=seconds + 60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Checked: the mean return" in done.stdout

@@ -94,6 +94,13 @@ def test_every_field_comes_back_to_another_reader_in_any_order(table: gear.Table
         same(FIELDS["dense"][5], listed(reader.get(indexes[[5]], ["dense"])["dense"])[0])  # it was a copy
 
 
+def test_fields_of_the_same_lengths_are_used_together(table: gear.Table) -> None:
+    rows = Rows(table)
+    put(rows, range(N), {"a": JAGGED, "b": [2 * each for each in JAGGED.unbind()], "c": torch.zeros(N, 4)})
+    found: Any = rows.get(np.arange(N)[::-1], ["c", "b", "a"])
+    assert (found["b"] - 2 * found["a"]).values().abs().sum() == 0
+
+
 def test_later_fields_and_other_values_of_some_samples(table: gear.Table) -> None:
     one, other = Rows(table), Rows(table)
     put(one, range(6), {"a": torch.zeros(6, 2), "b": torch.zeros(6)})
