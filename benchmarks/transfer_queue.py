@@ -161,7 +161,9 @@ def main() -> None:
         finally:
             transfer_queue.close()
             with contextlib.suppress(ray.exceptions.ActorDiedError):
-                ray.get(owner.__ray_terminate__.remote())  # by which it frees the table
+                ray.get(
+                    owner.__ray_terminate__.options(max_task_retries=0).remote()
+                )  # by which it frees the table
             ray.shutdown()
 
 

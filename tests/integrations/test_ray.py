@@ -176,6 +176,7 @@ def test_each_worker_of_a_training_reads_its_shard(ray: Any, tmp_path: Path) -> 
             ray.kill(actor)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*")
 def test_a_training_goes_on_over_its_connections_where_it_was(ray: Any, replay: Any, tmp_path: Path) -> None:
     """Two workers divide a pass, one by attached memory and one by the server; one is killed, and Ray starts both."""
@@ -200,7 +201,7 @@ def test_a_training_goes_on_over_its_connections_where_it_was(ray: Any, replay: 
             batch_size=10,
             windows=gear.Window(1),
             sampler=gear.Uniform(replacement=False),
-            ranks=gear.Ranks(rank, 2),
+            ranks=gear.Ranks(rank=rank, world_size=2),
             device="cpu",
         )
         seen: list[int] = []
@@ -212,13 +213,14 @@ def test_a_training_goes_on_over_its_connections_where_it_was(ray: Any, replay: 
             dataset.load_state_dict(known["state"])
         for batch in dataset:
             seen += batch["number"].flatten().tolist()
-            if len(seen) == 40:  # which both ranks have reached when one is killed
+            if len(seen) == 40:
                 with tempfile.TemporaryDirectory() as folder:
                     torch.save(
                         {"seen": seen, "state": dataset.state_dict()}, os.path.join(folder, f"{rank}.pt")
                     )
                     ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(folder))
             if len(seen) == 60 and saved is None and rank == 1:
+                ray.train.get_all_reported_checkpoints()  # waits until Ray has the one of both ranks
                 os._exit(1)
         parts: list[Any] = [None, None]
         torch.distributed.all_gather_object(parts, seen)
