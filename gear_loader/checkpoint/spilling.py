@@ -252,6 +252,13 @@ class Spiller:
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
         block_bytes = table._engine.region.layout.block_bytes
         total, inside = arrays.num_blocks - self._free, extent[:, 1] >= 0
+        used = arrays.num_blocks - int(
+            arrays.counters[at.NUM_FREE_BLOCKS] + arrays.counters[at.RETIRED_BLOCKS]
+        )
+        if (
+            0 < used < (whole := int(blocks[inside].sum()))
+        ):  # trajectories share some: each counts with its part
+            blocks = np.maximum(1, blocks * used // whole)
         budget = max(1, EXCHANGE_BYTES // block_bytes)
         if payload := self._region.layout.payload:
             # In bytes of ragged values, those on disk by the mean of a step; blocks by the share of theirs.
