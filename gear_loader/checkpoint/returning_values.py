@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from gear_loader.storage.coded_values import records_of
-from gear_loader.storage.counters import COMING_BACK
+from gear_loader.storage.counters import COMING_BACK, NUM_PARKED
 from gear_loader.storage.disk_records import rows_of
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import DONE
-from gear_loader.storage.payload import needed_bytes, write_payload
-from gear_loader.storage.prefixes import Relative, kept_leaders, keys_of
+from gear_loader.storage.payload import needed_bytes, places_of, write_payload
+from gear_loader.storage.prefixes import Relative, kept_leaders, keys_of, leaders_of
 from gear_loader.storage.ragged_input import Payload
+from gear_loader.storage.states import FREE, WRITING
 from gear_loader.storage.tier_counts import WANTED_BYTES
 from gear_loader.utils.arrays import Array, data_address
 
@@ -56,16 +57,30 @@ class ReturningValues:
                 total[i] += int(rows_of(records).sum()) * values.row_bytes
         most = engine.region.layout.payload if most_bytes is None else most_bytes
         self._read = [self._values(i) if total[i] <= most else None for i in range(len(slots))]
-        arrays = engine.index.arrays
-        heap = self._heap = engine.region.payload()
-
-        def forget() -> None:
-            arrays.ops.forget_payload(arrays.where, heap, keys_of(arrays, slots), kept_leaders(arrays))
-
-        engine.index.recovery.locked(forget)
+        self._heap = engine.region.payload()
+        engine.index.recovery.locked(self._forget)
         self._asks = most_bytes is None
         self._payload: Payload | None = None  # of the trajectory that has got room last
         self._offsets: Array = np.empty(0, dtype=np.int64)
+
+    def _forget(self) -> None:
+        """Make gaps of what is left of the trajectories, and of what nobody has of their leaders'; under the lock."""
+        engine, arrays, heap = self._engine, self._engine.index.arrays, self._heap
+        arrays.ops.reclaim(arrays.where)  # what no reader sees any more
+        keys, kept, places = keys_of(arrays, self._slots), kept_leaders(arrays), list[int]()
+        common = np.intersect1d(keys, kept)
+        if len(common) and not arrays.counters[NUM_PARKED]:
+            used = np.flatnonzero(arrays.state != FREE)
+            who, since = leaders_of(arrays, used)
+            found = since * arrays.num_slots + who
+            # The records of what is being written are not complete.
+            common = np.setdiff1d(common, found[arrays.state[used] == WRITING])
+            kept = np.setdiff1d(kept, common)
+            for slot in used[np.isin(found, common) & (arrays.extent[used, 1] >= 0)].tolist():
+                for name, values in engine.schema.ragged.items():
+                    records = records_of(engine.region, arrays, slot, name).tolist()
+                    places += places_of(heap, records, values.row_bytes)
+        arrays.ops.forget_payload(arrays.where, heap, keys, kept, np.unique(np.array(places, dtype=np.int64)))
 
     def _values(self, i: int) -> dict[str, Array]:
         """Read the values of a trajectory: the bytes of each column's."""

@@ -384,6 +384,13 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
             assert (inside & own).all(), f"values of column {name!r} of slot {slot} lie in memory of others"
 
 
+def places_of(heap: Array, records: list[list[int]], row_bytes: int) -> list[int]:
+    """A byte in each extent that values have, by their records; under the lock."""
+    found = [place for place, rows in records if rows > 0]
+    split = [_parts_of(heap, place, rows, row_bytes) for place, rows in records if rows < 0]
+    return found + [place for parts in split for place, _ in parts]
+
+
 def _parts_of(heap: Array, place: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     """First byte and bytes of each part of a value."""
     left = abs(rows) * row_bytes

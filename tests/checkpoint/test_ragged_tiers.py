@@ -19,7 +19,7 @@ from tier_common import NEVER, spill, tiered
 import gear_loader as gear
 from gear_loader.checkpoint import saving, spilling
 from gear_loader.distributed import Shards
-from gear_loader.errors import CheckpointError, LockTimeoutError, TableFullError
+from gear_loader.errors import CheckpointError, LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.storage.disk_records import on_disk, parts_of, rows_of
 
 WINDOWS = {"words": gear.Window(3, -1), "number": gear.Window(1, squeeze=True), "name": None}
@@ -39,11 +39,11 @@ def add(table: gear.Table, number: int) -> int:
     return table.add(rows(number, 1 + number % 13, ragged=True))
 
 
-def add_after(table: gear.Table, slot: int, number: int, steps: int) -> int:
+def add_after(table: gear.Table, slot: int, number: int, steps: int, generation: int | None = None) -> int:
     """The trajectory `number` again, whose first steps are those of the one in a slot."""
     again = rows(number, 1 + number % 13, ragged=True)
     rest = {name: value if name == "name" else value[steps:] for name, value in again.items()}
-    return table.add(rest, prefix=slot, prefix_steps=steps)
+    return table.add(rest, prefix=slot, prefix_steps=steps, prefix_generation=generation)
 
 
 def recovered(path: Path, **options: Any) -> gear.Table:
@@ -254,9 +254,17 @@ def test_batches_beside_writers_while_all_is_moved_and_written_anew(
 ) -> None:
     monkeypatch.setattr(saving, "MAX_SEGMENTS_BEHIND", 3)
     stop, errors = threading.Event(), list[BaseException]()
-    with make(tmp_path, max_trajectories=80) as table:
+    with make(tmp_path, max_trajectories=80, prefixes=True) as table:
         for number in range(80):
             add(table, number)
+
+        def add_again() -> None:
+            slot = int(table.indices()[other.integers(60)])
+            generation = int(table._engine.index.arrays.generation[slot])
+            with contextlib.suppress(StaleIndexError):
+                number = int(table[slot]["number"][0])
+                if number % 13 > 1:
+                    add_after(table, slot, number, number % 13 // 2, generation)
 
         def run(act: Any) -> None:
             try:
@@ -265,9 +273,10 @@ def test_batches_beside_writers_while_all_is_moved_and_written_anew(
             except BaseException as error:
                 errors.append(error)
 
-        random = np.random.default_rng(0)
+        random, other = np.random.default_rng(0), np.random.default_rng(1)
         acts = [
             lambda: add(table, int(random.integers(1 << 30))),
+            add_again,
             lambda: (table.save(tmp_path), spill(table, table.indices()[::2])),
             lambda: (spilling.promote(table._engine, table.indices()), time.sleep(0.01)),
         ]

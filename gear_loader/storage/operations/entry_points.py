@@ -291,8 +291,8 @@ def _measure_payload(p, heap, kept, used):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _forget_payload(p, heap, keys, kept):  # type: ignore[no-untyped-def]
-    forget_payload(view_at(p), heap, keys, kept)
+def _forget_payload(p, heap, keys, kept, places):  # type: ignore[no-untyped-def]
+    forget_payload(view_at(p), heap, keys, kept, places)
 
 
 @compiled

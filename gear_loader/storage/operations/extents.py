@@ -194,18 +194,21 @@ def put_back(heap: Any, chosen: Any, before: Any, slots: Any, generations: Any, 
 
 
 @inlined
-def forget_payload(v: Any, heap: Any, keys: Any, kept: Any) -> None:
+def forget_payload(v: Any, heap: Any, keys: Any, kept: Any, places: Any) -> None:
     """Make gaps of what trajectories on disk had in memory, unless others have it: they come back with extents anew.
 
     Args:
         keys: int64 [m], ascending, of what the extents were stored with; see `prefixes.keys_of`.
-        kept: see `take_payload`.
+        kept: as of `take_payload`, of those whose extents all stay.
+        places: int64 [p], ascending, bytes in the other extents that stay.
     """
     at, end = FIRST, len(heap) * 8
     while heap[CURSOR] != 0 and at < end:
-        if is_among(v, heap, at, keys) and not is_used(v, heap, at, kept):
+        size = extent_size(heap, at)
+        named = np.searchsorted(places, at) < np.searchsorted(places, at + size)
+        if is_among(v, heap, at, keys) and not named and not is_used(v, heap, at, kept):
             heap[at // 8 + SLOT] = -1
-        at += extent_size(heap, at)
+        at += size
 
 
 @inlined
