@@ -73,7 +73,7 @@ def tiered(
 
 
 def spill(table: gear.Table, slots: Any) -> int:
-    """Move trajectories to disk now, those that are there already and whose blocks are not shared; return how many."""
+    """Move trajectories to disk now, those that are there already; return how many."""
     slots = np.asarray(slots, dtype=np.int64)
     arrays = table._engine.index.arrays
     return table._engine.index.spill(slots, arrays.generation[slots])
@@ -90,6 +90,24 @@ def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
 def promote(table: gear.Table, slot: int) -> None:
     """Bring a trajectory back into memory, if it lies on disk only and there are blocks."""
     spilling.promote(table._engine, np.array([slot]))
+
+
+def tier_at(path: Path | None) -> dict[str, Any]:
+    """An option of `Table.create` for a tier in a directory, or none; the table's memory is that of its options."""
+    return {} if path is None else {"disk": gear.Disk(path, sync_seconds=NEVER, size="1GiB")}
+
+
+def move(table: gear.Table, random: np.random.Generator) -> None:
+    """Write a table with a tier, or move some trajectories to disk, or back; nothing of others."""
+    tier, slots, what = table._engine.region.layout.tier, table.indices(), random.random()
+    if tier is None or not len(slots):
+        return
+    if what < 0.3:
+        table.save(tier.path)
+    elif what < 0.6:
+        spill(table, random.choice(slots, 4))
+    else:
+        spilling.promote(table._engine, np.unique(random.choice(slots, 3)))
 
 
 def everything(table: gear.Table) -> list[Any]:

@@ -176,11 +176,13 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         blocks = None
     lengths, rules = share.records["length"], share.saved.rules
     mean = float(lengths.mean()) if sizes["block_steps"] == "auto" and len(lengths) else None
+    goes_on = options.disk is not None and share.saved.prefixes
+    memory = Memory(options.memory, blocks, mean, options.packed, payload=payload, prefixes=goes_on)
     table = kind.create(
         share.saved.schema,
         **sizes,
         disk=tier,
-        memory=Memory(options.memory, blocks, mean, options.packed, payload=payload),
+        memory=memory,
         name=options.name,
         on_full=rules.on_full if options.on_full is None else options.on_full,
         rate_limiter=rules.rate_limiter,

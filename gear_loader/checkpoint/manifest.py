@@ -58,6 +58,7 @@ class Manifest:
         index: valid bytes of the index file and their checksum. index_name: its name.
         segments: those that the index refers to.
         statistics: of the columns; without them the file has no such field.
+        prefixes: whether trajectories of the table may share steps; if not, the file has no such field.
     """
 
     schema: Schema
@@ -83,6 +84,7 @@ class Manifest:
     index_name: str
     segments: tuple[Segment, ...]
     statistics: Statistics | None = None
+    prefixes: bool = False
 
     @property
     def has_old_index(self) -> bool:
@@ -107,6 +109,8 @@ class Manifest:
         fields["index"] = {"path": fields.pop("index_name"), **vars(self.index), "record": RECORD.descr}
         if not self.schema.ragged:
             del fields["payload"]
+        if not self.prefixes:
+            del fields["prefixes"]
         if self.statistics is None:
             del fields["statistics"]
         else:
@@ -194,7 +198,15 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
         index_name=index_name,
         segments=tuple(segments.values()),
         statistics=_statistics(fields),
+        prefixes=_prefixes(fields),
     )
+
+
+def _prefixes(fields: Fields) -> bool:
+    given = fields.value.get("prefixes", False)
+    if type(given) is not bool:
+        raise fields.wrong("prefixes", given, "True or False")
+    return given
 
 
 def _statistics(fields: Fields) -> Statistics | None:

@@ -516,6 +516,7 @@ class Save:
             index_name=index.name,
             segments=tuple(on_disk.segments[number] for number in used),
             statistics=self.statistics,
+            prefixes=self.layout.prefixes,
         )
 
     def _commit(self, segments: Directory, manifest: Manifest, *, previous: bool) -> None:

@@ -33,6 +33,7 @@ from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.payload import used_bytes
+from gear_loader.storage.prefixes import Relative, Relatives
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
@@ -251,6 +252,13 @@ class Spiller:
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
         block_bytes = table._engine.region.layout.block_bytes
         total, inside = arrays.num_blocks - self._free, extent[:, 1] >= 0
+        used = arrays.num_blocks - int(
+            arrays.counters[at.NUM_FREE_BLOCKS] + arrays.counters[at.RETIRED_BLOCKS]
+        )
+        if (
+            0 < used < (whole := int(blocks[inside].sum()))
+        ):  # trajectories share some: each counts with its part
+            blocks = np.maximum(1, blocks * used // whole)
         budget = max(1, EXCHANGE_BYTES // block_bytes)
         if payload := self._region.layout.payload:
             # In bytes of ragged values, those on disk by the mean of a step; blocks by the share of theirs.
@@ -343,16 +351,28 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
     except (StaleIndexError, MovedRowsError):
         return 0
     places = {name: engine.region.column_place(name) for name in schema}
+    relatives, found = Relatives(arrays, slots, ragged_steps=bool(schema.steps.ragged)), Relative()
+
+    def place(i: int) -> Relative | None:
+        nonlocal found
+        found = relatives.of(i)
+        return found if values is None or values.place(i, found) else None
 
     def write(i: int, ids: Array) -> None:
         if values is not None:
-            values.write(i)
-        zero = np.zeros(1, dtype=np.int64)
+            values.write()
+        zero, size = np.zeros(1, dtype=np.int64), arrays.block_steps
+        # The first block is its own although others follow that are shared, if columns are per trajectory.
+        own = arrays.copied_blocks if found.shared else 0
         for name, (out, offsets) in outs.items():
-            count = 1 if schema[name].trajectory else int(rows[i])
-            size = count * schema[name].step_bytes
-            address = data_address(out) + int(offsets[i])
-            copy_rows(address, 0, size, zero, np.array([count]), zero, ids, places[name], True)
+            address, step, total = data_address(out) + int(offsets[i]), schema[name].step_bytes, int(rows[i])
+            parts = [(0, own * size, ids[:own]), (found.shared * size, total, ids[own:])]
+            if schema[name].trajectory:
+                parts = [(0, 1, ids)]
+            for first, end, blocks in parts:
+                if end > first:
+                    given = address + first * step, 0, (end - first) * step, zero, np.array([end - first])
+                    copy_rows(*given, zero, np.ascontiguousarray(blocks), places[name], True)
 
     done = [
         engine.index.promote(
@@ -360,7 +380,7 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
             generation,
             tuple(known[i]),
             functools.partial(write, i),
-            (lambda: True) if values is None else functools.partial(values.place, i),
+            functools.partial(place, i),
         )
         for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
     ]

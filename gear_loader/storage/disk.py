@@ -146,7 +146,7 @@ class TierReader(Source, Protocol):
         """Add what this process has counted to the counts of the table."""
 
 
-class ValueReader(Protocol):
+class ValueReader(Source, Protocol):
     """Reads ragged values that lie on disk only; a `FileReader` is one too."""
 
     def read_values(

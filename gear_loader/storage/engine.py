@@ -39,7 +39,6 @@ from gear_loader.storage.operations.view import EVICT_LOWEST, EVICT_OLDEST, REFU
 from gear_loader.storage.payload import PayloadReader, check_payload_fits, write_payload
 from gear_loader.storage.prefixes import Prefixes
 from gear_loader.storage.priority_updates import PriorityUpdates
-from gear_loader.storage.ragged import ENCODED
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
@@ -344,7 +343,7 @@ class Engine:
         Args:
             index: index of the trajectory.
             final: with the final step as the last row (zeros in columns without one); None if it has none.
-            encoded: those of the columns with a codec that are lists of bytes, of a table without a disk tier.
+            encoded: those of the columns with a codec that are lists of bytes.
 
         Raises:
             StaleIndexError: the index has no live trajectory.
@@ -438,9 +437,8 @@ class Engine:
 
     def _read_ragged(self, name: str, slot: int, records: torch.Tensor, encoded: bool) -> Any:
         values, count = self.schema.ragged[name], records.numel() // 2
-        values = ENCODED if encoded and values.coded is not None else values
-        slots = np.full(count, slot)
-        found = self.payload.read(values, records.numpy().reshape(-1, 2), (count,), slots=slots)
+        given = records.numpy().reshape(-1, 2), (count,)
+        found = self.payload.read(values, *given, slots=np.full(count, slot), encoded=encoded)
         return found[0] if self.schema[name].trajectory else found
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:

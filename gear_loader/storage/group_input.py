@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gear_loader.errors import SchemaError, StaleIndexError
+from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.ragged_input import copied_ragged
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import as_mapping
 from gear_loader.storage.states import READY
 from gear_loader.utils.arrays import Array, on_host, shown
@@ -50,6 +52,8 @@ class GroupColumn:
             )
         self.name, self._engine, self._column = name, engine, column
         self._known: dict[bytes, tuple[int, int]] = {}
+        # Generations and values of trajectories that have lain on disk, by slot.
+        self._away: tuple[Array, Array] | None = None
 
     def key_of(self, trajectory: Any) -> bytes | None:
         """The bytes of its value; None of one that does not fit."""
@@ -68,8 +72,8 @@ class GroupColumn:
             return None
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
-        """Slot and generation of a trajectory with each of the values, as far as there are any. Takes no lock: before
-        it is used, the generation has to be looked at under a read ticket."""
+        """Slot and generation of a trajectory with each of the values, as far as there are any: before it is used, the
+        generation has to be looked at under a read ticket."""
         arrays = self._engine.index.arrays
         found = {key: self._known[key] for key in set(keys) if key in self._known}
         for key, (slot, generation) in list(found.items()):
@@ -81,21 +85,60 @@ class GroupColumn:
 
     def _search(self, keys: set[bytes]) -> dict[bytes, tuple[int, int]]:
         arrays = self._engine.index.arrays
-        slots = np.flatnonzero((arrays.state == READY) & (arrays.extent[:, 1] >= 0))
+        slots = np.flatnonzero(arrays.state == READY)
         generations = arrays.generation[slots].copy()
-        blocks = arrays.block_ids[np.minimum(arrays.extent[slots, 1], len(arrays.block_ids) - 1)]
-        data = self._engine.region.column(self.name)
-        values = np.ascontiguousarray(data[np.clip(blocks, 0, len(data) - 1), 0])
+        ticket = Ticket()
+        if arrays.tier is not None:  # else blocks of those that move to disk may go to others meanwhile
+            self._engine.reader().begin_read(ticket)
+        values = ticket.during(lambda: self._values(slots, generations))
         still = (arrays.state[slots] == READY) & (arrays.generation[slots] == generations)
         kind = np.dtype((np.void, values.shape[1]))
         wanted = np.isin(values.view(kind)[:, 0], np.array([*keys], dtype=kind)) & still
+        # The last that is found stays: one in memory, if there is one.
+        order = np.argsort(arrays.extent[slots, 1] >= 0, kind="stable")
         found = {
-            values[i].tobytes(): (int(slots[i]), int(generations[i])) for i in np.flatnonzero(wanted).tolist()
+            values[i].tobytes(): (int(slots[i]), int(generations[i])) for i in order[wanted[order]].tolist()
         }
         if len(self._known) > 2 * arrays.num_slots:
             self._known.clear()
         self._known.update(found)
         return found
+
+    def _values(self, slots: Array, generations: Array) -> Array:
+        """Values of trajectories, uint8 [n, bytes]; those of trajectories on disk are read there once."""
+        arrays = self._engine.index.arrays
+        places = arrays.extent[slots, 1]
+        blocks = arrays.block_ids[np.clip(places, 0, len(arrays.block_ids) - 1)]
+        data = self._engine.region.column(self.name)
+        values: Array = np.ascontiguousarray(data[np.clip(blocks, 0, len(data) - 1), 0])
+        away = places < 0
+        if not away.any():
+            return values
+        size = values.shape[1]
+        if self._away is None:
+            self._away = (
+                np.full(arrays.num_slots, -1, dtype=np.int64),
+                np.empty((arrays.num_slots, size), np.uint8),
+            )
+        since, kept = self._away
+        which = np.flatnonzero(away & (since[slots] != generations))
+        while len(which):
+            chosen, out = slots[which], np.empty(len(which) * size, dtype=np.uint8)
+            zero = np.zeros_like(chosen)
+            outs = {self.name: (out, np.arange(len(which)) * size)}
+            try:
+                self._engine.tier_reader().read(chosen, generations[which], zero, zero + 1, outs)
+            except LostRowsError as error:
+                self._engine.remove_lost(error)
+                which = which[~np.isin(chosen, error.slots)]
+                continue
+            except StaleIndexError:
+                which = which[arrays.generation[chosen] == generations[which]]
+                continue
+            kept[chosen], since[chosen] = out.reshape(-1, size), generations[which]
+            break
+        values[away] = np.where((since[slots] == generations)[away, None], kept[slots[away]], values[away])
+        return values
 
     def forget(self) -> None:
         """Search anew."""
@@ -116,7 +159,7 @@ class GroupColumn:
             raise SchemaError(
                 f"prefix is {self.name!r} with stacked arrays; expected a list of trajectories."
             )
-        each = trajectories if isinstance(trajectories, (list, tuple)) else [*map(_kept, trajectories)]
+        each = trajectories if isinstance(trajectories, (list, tuple)) else kept_trajectories(trajectories)
         keys, first = [self.key_of(rows) for rows in each], checked_priorities(priority, len(each))
         slots: Array = np.full(len(each), -1, dtype=np.int64)
         left, failed = np.arange(len(each)), 0
@@ -154,6 +197,11 @@ class GroupColumn:
         """A trajectory without the values that it has in common with others."""
         rows: Any = as_mapping(trajectory)
         return {name: value for name, value in rows.items() if name not in self._engine.schema.per_group}
+
+
+def kept_trajectories(trajectories: Any) -> list[Any]:
+    """Copies of those of an iterable, whose owner may change them."""
+    return [*map(_kept, trajectories)]
 
 
 def _kept(trajectory: Any) -> Any:

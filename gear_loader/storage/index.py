@@ -57,6 +57,7 @@ from gear_loader.storage.operations.view import (
     FLIP,
     FULL,
     GONE,
+    OUTSIDE,
     PID,
     READ,
     REFUSE,
@@ -66,7 +67,7 @@ from gear_loader.storage.operations.view import (
     START,
     UNREADY,
 )
-from gear_loader.storage.prefixes import Prefixes, kept_leaders, set_prefixes
+from gear_loader.storage.prefixes import AwayError, Prefixes, Relative, kept_leaders, set_prefixes
 from gear_loader.storage.ragged_input import Payload
 from gear_loader.storage.reader import TableReader, stale
 from gear_loader.storage.readers import Readers
@@ -140,7 +141,7 @@ class Index:
             The slots, int64 [n], and their new blocks, one trajectory after another, int32 [blocks].
 
         Raises:
-            StaleIndexError: one of `prefixes` is gone. Nothing was changed.
+            StaleIndexError: one of `prefixes` is gone. Nothing was changed. AwayError: one lies on disk only, or did.
             SchemaError: a trajectory in the table has one of `ids`. Nothing was changed.
             TableFullError: no space without `evict` or `wait`, timed out, or larger than the table. Nothing was
                 changed.
@@ -164,8 +165,12 @@ class Index:
             if prefixes is None:
                 answer = self.arrays.ops.begin(self.arrays.where, lengths, finals, *given)
             else:
+                if prefixes.moves not in (-1, int(self.arrays.counters[RUNS])):
+                    raise AwayError(prefixes.slots[:0])
                 known = *prefixes[:2], prefixes.shared, self.arrays.copied_blocks
                 answer = self.arrays.ops.begin_after(self.arrays.where, lengths, finals, *known, *given)
+                if answer == OUTSIDE:
+                    raise AwayError(np.unique(prefixes.slots[prefixes.slots >= 0]), blocks)
                 if answer == GONE:
                     raise StaleIndexError(
                         f"A trajectory of the indices {np.unique(prefixes.slots).tolist()} was removed or evicted "
@@ -651,15 +656,16 @@ class Index:
         generation: int,
         known: tuple[int, int, int],
         write: Callable[[Array], None],
-        place: Callable[[], bool] = lambda: True,
+        place: Callable[[], Relative | None] = Relative,
     ) -> bool:
         """Bring a trajectory that lies on disk only back into memory.
 
         Args:
             slot, generation: the trajectory.
             known: its steps, final steps, and bits of filled columns before its rows were read from disk.
-            write: copies its rows into blocks, int32 [blocks]; called under the lock.
-            place: finds room for its ragged values, if there is some; called under the lock before.
+            write: copies its rows into new blocks, int32 [n]; called under the lock.
+            place: finds what it shares with trajectories in memory, and room for its ragged values; None if there is
+                none. Called under the lock before.
 
         Returns:
             False, having done nothing, if it is gone, in memory already or was in between, or there is too little room.
@@ -670,19 +676,21 @@ class Index:
             extent = arrays.extent[slot]
             if (int(extent[0]), int(extent[2]), int(filled_bits(arrays, np.array([slot]))[0])) != known:
                 return False
-            ids = np.empty(int(arrays.blocks_of(extent[0] + extent[2])), dtype=np.int32)
-            if extent[1] >= 0 or not place():
+            if extent[1] >= 0 or (found := place()) is None:
                 return False
-            answer = arrays.ops.take_back(arrays.where, slot, generation, ids)
+            count, copied = int(arrays.blocks_of(extent[0] + extent[2])), arrays.copied_blocks
+            ids = np.empty(count - max(found.shared - copied, 0), dtype=np.int32)
+            given = arrays.where, slot, generation, found.slot, found.shared, copied, ids
+            answer = arrays.ops.take_back(*given)
             if answer == FLIP and self.allocator.flip(-1):
-                answer = arrays.ops.take_back(arrays.where, slot, generation, ids)
+                answer = arrays.ops.take_back(*given)
             if answer != DONE:
                 return False
             arrays.counters[RUNS] += 1  # the block table of one that grows is at another place
             write(ids)
             # It is the room that was asked for: else its owner would take it away again, to make more.
             arrays.counters[WANTED_BLOCKS] = max(0, int(arrays.counters[WANTED_BLOCKS]) - len(ids))
-            arrays.ops.give_place(arrays.where, slot, len(ids))
+            arrays.ops.give_place(arrays.where, slot, count)
             return True
 
         return self.recovery.locked(promote)
@@ -698,18 +706,31 @@ class Index:
         most = min(int(arrays.counters[NUM_FREE_BLOCKS]), most_bytes // arrays.block_bytes)
         return slots[: 1 + int(np.searchsorted(np.cumsum(blocks), most, side="right"))]
 
-    def request_from_disk(self, slots: Array) -> bool:
-        """Whether some of the trajectories (int64 [n]) lie on disk only; asks for room for them in memory."""
+    def _blocks_on_disk(self, slots: Array) -> int:
+        """Blocks that those of the trajectories (int64 [n]) that lie on disk only would take in memory."""
+        arrays = self.arrays
+        live = slots[arrays.state[slots] == READY]
+        left = live[arrays.extent[live, 1] < 0]
+        return int(arrays.blocks_of(arrays.extent[left, 0] + arrays.extent[left, 2]).sum())
+
+    def has_room_beside(self, slots: Array, blocks: int) -> bool:
+        """Whether so many blocks are free beside those that trajectories on disk would take. Takes no lock."""
+        return self._blocks_on_disk(slots) + blocks <= int(self.arrays.counters[NUM_FREE_BLOCKS])
+
+    def request_from_disk(self, slots: Array, more: int = 0) -> bool:
+        """Whether some of the trajectories (int64 [n]) lie on disk only; asks for room for them in memory.
+
+        Args:
+            more: blocks that are needed beside them.
+        """
         arrays = self.arrays
 
         def request() -> bool:
-            live = slots[arrays.state[slots] == READY]
-            left = live[arrays.extent[live, 1] < 0]
-            if len(left):
-                blocks = arrays.blocks_of(arrays.extent[left, 0] + arrays.extent[left, 2]).sum()
-                wanted = min(int(blocks), arrays.num_blocks)
+            blocks = self._blocks_on_disk(slots)
+            if blocks:
+                wanted = min(blocks + more, arrays.num_blocks)
                 arrays.counters[WANTED_BLOCKS] = max(int(arrays.counters[WANTED_BLOCKS]), wanted)
-            return bool(len(left))
+            return blocks > 0
 
         return self.recovery.locked(request)
 

@@ -46,8 +46,8 @@ class Memory:
         prefixes: whether trajectories may begin with steps of others, which are stored once: `prefix` of `Table.add`.
             `max_steps` counts them for each trajectory; give `size` or `max_blocks`, for what is stored. The index then
             takes 40 bytes more for each trajectory, and 12 for each block that `max_steps` steps would take. Not with
-            late columns that have a value for each step, mutable columns, `Disk.size` and
-            `Table.create(device=)`; steps cannot be drawn by priority.
+            late columns that have a value for each step, mutable columns and `Table.create(device=)`; steps cannot be
+            drawn by priority.
 
     Raises:
         SchemaError: an invalid value, or `size` and `max_blocks` together.

@@ -140,9 +140,9 @@ class PayloadReader:
         tier: Callable[[], ValueReader] | None = None,
     ) -> None:
         heap = region.payload()
-        self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes)
+        self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes, tier)
         self._hold, self.address, self.end, self.check = heap, heap.ctypes.data, heap.nbytes, check
-        self._tier = tier
+        self._tier, self._region = tier, region
         self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
     def read(
@@ -154,20 +154,22 @@ class PayloadReader:
         slots: Array,
         pinned: bool = False,
         device: torch.device | None = None,
+        encoded: bool = False,
     ) -> Any:
         """Values of ``records``, int64 ``[n, 2]``: a `Ragged` of n values of this shape, lists of text, or what
         `decoding.decoded` makes of encoded ones.
 
         Args:
             values: of the table's schema. slots: int64 [n], of their trajectories.
-            pinned: into pinned memory, except text. device: as for `decoding.decoded`.
+            pinned: into pinned memory, except text. device: as for `decoding.decoded`. encoded: those with a codec as
+                lists of bytes.
 
         Raises:
             CorruptTableError: a record names no memory of the table. CodecError: a value cannot be decoded.
             LostRowsError, MovedRowsError: of values on disk.
         """
         records, row_bytes = np.ascontiguousarray(records), values.row_bytes
-        if values.coded is not None:
+        if values.coded is not None and not encoded:
             name = self._names[id(values)]
             return self._coded.read(name, records, shape, slots, pinned=pinned, device=device)
         pinned = pinned and values.kind == "array"
@@ -248,12 +250,11 @@ class PayloadReader:
         return addresses, copies
 
     def _check_bytes(self, records: Array) -> None:
-        offsets = np.empty(len(records) + 1, dtype=np.int64)
-        self.check(int(measure_values(np.ascontiguousarray(records), 1, FIRST, self.end, False, offsets)))
+        self.measure(np.ascontiguousarray(records), 1, np.empty(len(records) + 1, dtype=np.int64))
 
-    def _copy_bytes(self, record: Array, address: int) -> None:
-        size = abs(int(record[0, 1]))
-        self.check(int(read_values(self.address, self.end, FIRST, record, 1, False, 0, size, address)))
+    def _copy_bytes(self, column: str, records: Array, out: Array) -> None:
+        values = self._region.layout.schema.ragged[column]
+        self.check(self.copy(values, records, 0, len(out), out))
 
     def most_rows(self, values: Values) -> int:
         """Most rows that a value can have."""
@@ -381,6 +382,13 @@ def _check_payload(region: Region, index: IndexArrays) -> None:
                 owners = [*owners[: not schema[name].group], (int(leader[0]), int(since[0]))]
             own = np.any([(extents[which, 2:4] == owner).all(axis=1) for owner in owners], axis=0)
             assert (inside & own).all(), f"values of column {name!r} of slot {slot} lie in memory of others"
+
+
+def places_of(heap: Array, records: list[list[int]], row_bytes: int) -> list[int]:
+    """A byte in each extent that values have, by their records; under the lock."""
+    found = [place for place, rows in records if rows > 0]
+    split = [_parts_of(heap, place, rows, row_bytes) for place, rows in records if rows < 0]
+    return found + [place for parts in split for place, _ in parts]
 
 
 def _parts_of(heap: Array, place: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:

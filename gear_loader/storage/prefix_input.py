@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_loader.errors import SchemaError, StaleIndexError
+from gear_loader.errors import SchemaError, StaleIndexError, TableFullError
+from gear_loader.storage.counters import RUNS
 from gear_loader.storage.incoming import Steps, prefix_missing, prefix_numbers
-from gear_loader.storage.prefixes import Prefixes, leaders_of, prefixes_of
+from gear_loader.storage.prefixes import AwayError, Prefixes, leaders_of, prefixes_of
 from gear_loader.storage.ragged_input import Payload, joined_payloads
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.recalling import Recall
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
@@ -37,6 +40,28 @@ class Beginning:
                 "memory=gear_loader.Memory(prefixes=True)."
             )
         self._engine, self._prefix, self._steps, self._generation = engine, prefix, steps, generation
+        self._moves = -1
+
+    def store(self, attempt: Callable[[], Array]) -> Array:
+        """Call a function that stores trajectories with `records` and `located`, and return what it does.
+
+        It is called again when what they begin with has been brought into memory, if that lay on disk only.
+
+        Raises:
+            TableFullError: there was no room in time. And what the function raises.
+        """
+        recall = Recall(self._engine)
+        while True:
+            self._moves = -1
+            try:
+                return attempt()
+            except AwayError as error:
+                if len(error.slots) and not recall.bring(error.slots, error.blocks):
+                    raise TableFullError(
+                        f"Timed out after {recall.timeout:g} s: a trajectory of the indices {error.slots.tolist()} "
+                        "lies on disk only, and there is no room to bring it into memory for those that begin with its "
+                        "steps. Make the memory of the table larger (max_blocks, payload)."
+                    ) from None
 
     def records(self, count: int) -> list[dict[str, Array]]:
         """The records of values per group that each of `count` trajectories has in common with what it begins with.
@@ -48,10 +73,10 @@ class Beginning:
         ticket = Ticket()
 
         def read() -> list[dict[str, Array]]:
-            slots, self._generation, _ = self._begin(count, ticket)
+            slots, self._generation, _, extents = self._begin(count, ticket)
             found: list[dict[str, Array]] = []
-            for slot in slots.tolist():
-                first = arrays.row(slot)[0] if slot >= 0 and names else 0
+            for slot, extent in zip(slots.tolist(), extents.tolist(), strict=True):
+                first = arrays.row(slot, extent)[0] if slot >= 0 and names else 0
                 each = names if slot >= 0 else ()
                 found.append({name: region.column(name)[first, 0].copy().view(np.int64) for name in each})
             return found
@@ -70,13 +95,16 @@ class Beginning:
         arrays, ticket = self._engine.index.arrays, Ticket()
 
         def locate() -> Prefixes:
-            slots, known, counts = self._begin(len(steps.lengths), ticket)
+            slots, known, counts, extents = self._begin(len(steps.lengths), ticket)
             leads = self._leads(slots, counts)
             shared = np.where(leads, 0, counts // arrays.block_steps)
             shared[shared <= arrays.copied_blocks] = 0
             copies = _Copies(self._engine, steps, leads)
-            rows = copies.rows(slots, counts, shared)
-            return Prefixes(slots, known, counts, shared, rows, copies.payload(), leads, copies.records)
+            rows = copies.rows(slots, extents, counts, shared)
+            moves = self._moves
+            return Prefixes(
+                slots, known, counts, shared, rows, copies.payload(), leads, moves, copies.records
+            )
 
         return ticket.during(locate)
 
@@ -91,8 +119,13 @@ class Beginning:
         leads[leads] = followed & (counts[leads] > prefixes_of(arrays, parents)[1])
         return leads
 
-    def _begin(self, count: int, ticket: Ticket) -> tuple[Array, Array, Array]:
-        """Begin a read ticket; return slots, generations and steps of what trajectories begin with, int64 [count]."""
+    def _begin(self, count: int, ticket: Ticket) -> tuple[Array, Array, Array, Array]:
+        """Begin a read ticket; return slots, generations and steps of what trajectories begin with, int64 [count], and
+        their rows of `extent`, int64 [count, 3].
+
+        Raises:
+            AwayError: some lie on disk only.
+        """
         slots = prefix_numbers("prefix", self._prefix, count)
         chosen = np.flatnonzero(slots >= 0)
         known, counts = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -114,7 +147,15 @@ class Beginning:
                 f"prefix_steps of trajectory {row} is {counts[row]:,}; expected {least} to {lengths[bad[0]]:,}, the "
                 f"steps of index {slots[row]}."
             )
-        return slots, known, counts
+        arrays = self._engine.index.arrays
+        extents = arrays.extent[slots]
+        if arrays.tier is not None:
+            # What is read from here on may be stored elsewhere once one of them has left and come back.
+            self._moves = int(arrays.counters[RUNS]) if self._moves < 0 else self._moves
+            away = extents[chosen, 1] < 0
+            if away.any():
+                raise AwayError(np.unique(slots[chosen[away]]))
+        return slots, known, counts, extents
 
 
 class _Copies:
@@ -136,13 +177,13 @@ class _Copies:
         self._more: list[tuple[int, Payload]] = []
         self.records: list[tuple[int, int, int]] = []
 
-    def rows(self, slots: Array, counts: Array, shared: Array) -> Steps:
+    def rows(self, slots: Array, extents: Array, counts: Array, shared: Array) -> Steps:
         """The rows; a first block that is copied is a trajectory by itself."""
         arrays = self._engine.index.arrays
         size = arrays.block_steps
         for i, given in enumerate(self._steps.addresses.tolist()):
             more, begin, end = int(self._steps.lengths[i]), int(shared[i]) * size, int(counts[i])
-            ids = arrays.row(int(slots[i])) if end else np.empty(0, dtype=np.int32)
+            ids = arrays.row(int(slots[i]), extents[i].tolist()) if end else np.empty(0, dtype=np.int32)
             if begin and arrays.copied_blocks:
                 self._copy(i, ids, (0, size), given, 0)
             if begin < end:

@@ -77,10 +77,6 @@ class Values:
         return f"dtype=torch.{self.dtype_name}, shape={(None, *self.shape)!r}"
 
 
-ENCODED = Values("uint8", kind="bytes")
-"""The bytes of encoded values."""
-
-
 class Ragged:
     """Values of uneven length, one after another; moves between devices as a tensor does.
 

@@ -35,15 +35,19 @@ class Recall:
         """Begin to count attempts and time anew."""
         self._backoff, self._attempt = None, 0
 
-    def bring(self, slots: Array) -> bool:
+    def bring(self, slots: Array, more: int = 0) -> bool:
         """Bring some of the trajectories (int64 [n], distinct) back; return False if there was no room in time.
 
         The caller does not hold the table's lock. They are to be looked for again.
+
+        Args:
+            more: blocks that are needed beside them: else the trajectories might be moved to disk again for these.
         """
         engine = self._engine
         piece = engine.index.piece(slots, _PIECE_BYTES)
-        engine.load_from_disk(piece)
+        if not more or engine.index.has_room_beside(piece, more):
+            engine.load_from_disk(piece)
         self._backoff, self._attempt = self._backoff or engine.reader().backoff(), self._attempt + 1
         # They may also be moved to disk again and again.
-        waits = engine.index.request_from_disk(piece) or self._attempt >= _AT_ONCE
+        waits = engine.index.request_from_disk(piece, more) or self._attempt >= _AT_ONCE
         return not waits or self._backoff.sleep()

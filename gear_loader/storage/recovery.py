@@ -263,7 +263,7 @@ class Recovery:
         """
         index = self.arrays
         shared = prefixes_of(index, used)[1] // index.block_steps
-        shared = np.maximum(shared - index.copied_blocks, 0)
+        shared = np.where(index.extent[used, 1] < 0, 0, np.maximum(shared - index.copied_blocks, 0))
         places = ranges(index.extent[used, 1] + index.copied_blocks, shared)
         numbers = ranges(np.zeros_like(shared), shared)
         pairs = np.unique(np.stack((index.block_ids[places], numbers)), axis=1)

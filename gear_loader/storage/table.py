@@ -27,7 +27,7 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.disk import Disk, Tier
 from gear_loader.storage.edits import set_columns
 from gear_loader.storage.engine import Engine
-from gear_loader.storage.group_input import GroupColumn
+from gear_loader.storage.group_input import GroupColumn, kept_trajectories
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -213,13 +213,6 @@ class Table:
         late = {name: layout.schema[name] for name in layout.schema.late}
         if tier is not None:
             check_fixed(late, "a table whose disk has a size takes late")
-        coded = [name for name, values in layout.schema.ragged.items() if values.coded is not None]
-        coded += layout.schema.per_group
-        if tier is not None and coded:
-            raise SchemaError(
-                f"The columns {coded} have a codec or are per group, and the disk has a size; expected one of both. "
-                "Give the table a disk without a size, or memory for all values."
-            )
         check_packages(layout.schema.ragged.values())
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         node = check_numa(memory.numa)
@@ -467,7 +460,8 @@ class Table:
     ) -> Table:
         """Create a table from what `create(disk=)` has written last, and go on writing into the same directory.
 
-        Restores the same as `load`, with the priorities and times sampled of the last write. If a file of the last
+        Restores the same as `load`, with the priorities and times sampled of the last write; what is added to a table
+        with prefixes is shared again. If a file of the last
         write is damaged (which needs a faulty disk), the write before it is taken, and the log says so.
 
         Args:
@@ -630,10 +624,10 @@ class Table:
             prefix: index of a trajectory whose first steps this one begins with: `trajectory` has the steps after them.
                 Whole blocks of these steps are stored once, for as long as one of the trajectories is there; with
                 columns per trajectory all but the first. Columns per group are left out: it has those of that
-                trajectory. Needs ``Memory(prefixes=True)``. It is not evicted to make
-                room for this call. The name of a column per trajectory, of a fixed size, such as the id of a prompt: it
-                has the columns per group of a trajectory in the table with the same value there, and those that it is
-                given with are left out; without such a trajectory it begins a group.
+                trajectory. Needs ``Memory(prefixes=True)``. It is not evicted to make room for this call, and brought
+                back into memory if it lies on disk only. The name of a column per trajectory, of a fixed size, such as
+                the id of a prompt: it has the columns per group of a trajectory in the table with the same value there,
+                and those that it is given with are left out; without such a trajectory it begins a group.
             prefix_steps: how many steps; by default all of that trajectory, without its final step.
             prefix_generation: generation of the index, as batches have it; detects one that was reused.
 
@@ -657,9 +651,11 @@ class Table:
             return int(self._extend_groups([trajectory], None, priority, prefix, more)[0])
         schema = engine.schema.added
         begins = self._begins(prefix, prefix_steps, prefix_generation)
-        if (schema.ragged or begins is not None) and final is None:
-            common = None if begins is None else begins.records
-            steps, finals = listed(schema, [trajectory], common), None
+        priorities = np.array([first], dtype=np.float32)
+        if begins is not None:
+            return int(begins.store(lambda: self._add_after(begins, trajectory, final, priorities))[0])
+        if schema.ragged and final is None:
+            steps, finals = listed(schema, [trajectory]), None
         elif final is not None:
             steps, finals = listed(schema, [with_final(schema, trajectory, final)]), _ONE
         else:
@@ -670,9 +666,13 @@ class Table:
                     return slot
             steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
             finals = None
-        prefixes = None if begins is None else begins.located(steps)
-        priorities = np.array([first], dtype=np.float32)
-        return int(engine.store_steps(steps, priorities, None, finals, prefixes=prefixes)[0])
+        return int(engine.store_steps(steps, priorities, None, finals)[0])
+
+    def _add_after(self, begins: Beginning, trajectory: Any, final: Any, priorities: Array) -> Array:
+        schema, finals = self.schema.added, None if final is None else _ONE
+        given = trajectory if final is None else with_final(schema, trajectory, final)
+        steps = listed(schema, [given], begins.records if final is None else None)
+        return self._engine.store_steps(steps, priorities, None, finals, prefixes=begins.located(steps))
 
     def _begins(self, *prefix: Any) -> Beginning | None:
         given = any(each is not None for each in prefix)
@@ -870,9 +870,23 @@ class Table:
     def _extend(
         self, trajectories: Any, lengths: Any, priority: Any, *, ids: Any = (), prefix: Any = ()
     ) -> Array:
-        index, schema = self._engine.index, self.schema.added
         lengths = rectangular(trajectories) if lengths is None else lengths
         begins = self._begins(*prefix)
+        if (
+            begins is not None
+            and self._engine.has_tier
+            and not isinstance(trajectories, (list, tuple, Mapping))
+        ):
+            trajectories = kept_trajectories(
+                trajectories
+            )  # they are read again when others have come back from disk
+        given = trajectories, lengths, priority, ids, begins
+        return self._stored(*given) if begins is None else begins.store(lambda: self._stored(*given))
+
+    def _stored(
+        self, trajectories: Any, lengths: Any, priority: Any, ids: Any, begins: Beginning | None
+    ) -> Array:
+        index, schema = self._engine.index, self.schema.added
         common = None if begins is None else begins.records
         steps = (
             listed(schema, trajectories, common)

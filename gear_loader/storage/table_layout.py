@@ -81,7 +81,7 @@ def table_layout(
         packed=packed, rules=rules, tier=tier, on_device=on_device, payload=_payload(schema, memory)
     )
     if memory.prefixes:
-        _check_prefixes(schema, "disk.size" if tier is not None else "device" if on_device else None)
+        _check_prefixes(schema, "device" if on_device else None)
         options["prefixes"] = True
     if memory.size is not None:
         max_blocks = blocks_within(memory.size, max_blocks, schema, **options)

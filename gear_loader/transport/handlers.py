@@ -16,6 +16,7 @@ from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ID, LARGEST_ORIGIN, c
 from gear_loader.storage.incoming import Steps
 from gear_loader.storage.late import fill_columns
 from gear_loader.storage.prefix_input import Beginning
+from gear_loader.storage.prefixes import AwayError
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import wire_messages as messages
@@ -99,12 +100,19 @@ def _add(table: AttachedTable, request: Store, data: Array, at_once: bool) -> Ar
     unique = given is not None and not request.again and _of_clients(given)
     finals = request.finals if request.has_finals else None
     begins = _beginning(table, request)
-    common = () if begins is None else begins.records(len(request.lengths))
-    steps = _located(table.schema.added, request, data, common)
     index = table.at_once if at_once else table.engine.index
-    prefixes = None if begins is None else begins.located(steps)
-    options: Any = {"unique": unique, "index": index, "prefixes": prefixes}
-    return table.engine.store_steps(steps, priorities, given, finals, **options)
+
+    def store() -> Array:
+        common = () if begins is None else begins.records(len(request.lengths))
+        steps = _located(table.schema.added, request, data, common)
+        prefixes = None if begins is None else begins.located(steps)
+        options: Any = {"unique": unique, "index": index, "prefixes": prefixes}
+        return table.engine.store_steps(steps, priorities, given, finals, **options)
+
+    try:
+        return store() if at_once or begins is None else begins.store(store)
+    except AwayError:
+        raise LockTimeoutError("This has to wait for trajectories on disk.") from None
 
 
 def _beginning(table: AttachedTable, request: Store) -> Beginning | None:

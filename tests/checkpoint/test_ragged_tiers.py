@@ -19,19 +19,31 @@ from tier_common import NEVER, spill, tiered
 import gear_loader as gear
 from gear_loader.checkpoint import saving, spilling
 from gear_loader.distributed import Shards
-from gear_loader.errors import CheckpointError, LockTimeoutError, TableFullError
+from gear_loader.errors import CheckpointError, LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.storage.disk_records import on_disk, parts_of, rows_of
 
 WINDOWS = {"words": gear.Window(3, -1), "number": gear.Window(1, squeeze=True), "name": None}
+CODED = {
+    **RAGGED,
+    "words": gear.Column(torch.int16, (None, 2), codec="zstd"),
+    "check": gear.Column(torch.int64, codec="lz4"),
+}
 
 
-def make(path: Path, **options: Any) -> gear.Table:
+def make(path: Path, columns: Any = RAGGED, **options: Any) -> gear.Table:
     given: dict[str, Any] = {"payload": 12_000, "blocks": 60, "on_full": "evict_oldest", **options}
-    return tiered(path, RAGGED, **given)
+    return tiered(path, columns, **given)
 
 
 def add(table: gear.Table, number: int) -> int:
     return table.add(rows(number, 1 + number % 13, ragged=True))
+
+
+def add_after(table: gear.Table, slot: int, number: int, steps: int, generation: int | None = None) -> int:
+    """The trajectory `number` again, whose first steps are those of the one in a slot."""
+    again = rows(number, 1 + number % 13, ragged=True)
+    rest = {name: value if name == "name" else value[steps:] for name, value in again.items()}
+    return table.add(rest, prefix=slot, prefix_steps=steps, prefix_generation=generation)
 
 
 def recovered(path: Path, **options: Any) -> gear.Table:
@@ -67,11 +79,25 @@ def datasets(table: gear.Table) -> list[tuple[gear.ReplayDataset, Any]]:
     return [(padded, check_batch), (packed, check_packed)]
 
 
-@pytest.mark.parametrize("seed", mostly_long(range(12), 0, sample=4))
-def test_any_history_of_moves_between_memory_and_disk(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "columns", "shares"),
+    mostly_long(
+        [
+            *((i, RAGGED, False) for i in range(12)),
+            (1, CODED, False),
+            *((i, RAGGED, True) for i in range(2)),
+        ],
+        (0, RAGGED, False),
+        sample=4,
+    ),
+)
+def test_any_history_of_moves_between_memory_and_disk(
+    tmp_path: Path, seed: int, columns: Any, shares: bool
+) -> None:
     random, live, number = np.random.default_rng(seed), dict[int, int](), 0
     keep = ("newest", "oldest", "priority")[seed % 3]
-    with make(tmp_path / "disk", keep=keep, timeout=0.5 if seed % 2 else 20) as table:
+    options = {"prefixes": True} if shares else {}
+    with make(tmp_path / "disk", columns, **options, keep=keep, timeout=0.5 if seed % 2 else 20) as table:
         tickets: list[Any] = []
         for _ in range(80):
             what, slots = random.random(), table.indices()
@@ -81,7 +107,14 @@ def test_any_history_of_moves_between_memory_and_disk(tmp_path: Path, seed: int)
                     if tickets
                     else contextlib.nullcontext()
                 ):
-                    live[add(table, number)] = number
+                    slot = (
+                        int(random.choice(slots)) if shares and random.random() < 0.7 and len(slots) else -1
+                    )
+                    if slot >= 0 and live[slot] % 13:
+                        steps = int(random.integers(1, 1 + live[slot] % 13))
+                        live[add_after(table, slot, live[slot], steps)] = live[slot]
+                    else:
+                        live[add(table, number)] = number
                 number += 1
             elif what < 0.5:
                 table.save(tmp_path / "disk")
@@ -138,13 +171,16 @@ def test_shards_of_one_node_read_values_on_disk(tmp_path: Path) -> None:
                 add(table, 100 + turn)
 
 
-@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(("reads", "shares"), [(False, False), (True, True)])
 @points(11)
 def test_a_death_at_every_store_of_a_move(
-    tmp_path: Path, reads: bool, every: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reads: bool, shares: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with make(tmp_path, payload=8000) as table:
+    with make(tmp_path, payload=8000, prefixes=shares) as table:
         slots = np.array([add(table, number) for number in (3, 4, 5, 6)])
+        if shares:
+            table.remove(slots[:2])
+            slots[:2] = [add_after(table, slots[3], 6, steps) for steps in (5, 6)]
         before, region, done = numbers_of(table), table._engine.region, False
         genuine, stores = region.payload, 0
         while not done:
@@ -218,9 +254,17 @@ def test_batches_beside_writers_while_all_is_moved_and_written_anew(
 ) -> None:
     monkeypatch.setattr(saving, "MAX_SEGMENTS_BEHIND", 3)
     stop, errors = threading.Event(), list[BaseException]()
-    with make(tmp_path, max_trajectories=80) as table:
+    with make(tmp_path, max_trajectories=80, prefixes=True) as table:
         for number in range(80):
             add(table, number)
+
+        def add_again() -> None:
+            slot = int(table.indices()[other.integers(60)])
+            generation = int(table._engine.index.arrays.generation[slot])
+            with contextlib.suppress(StaleIndexError):
+                number = int(table[slot]["number"][0])
+                if number % 13 > 1:
+                    add_after(table, slot, number, number % 13 // 2, generation)
 
         def run(act: Any) -> None:
             try:
@@ -229,9 +273,10 @@ def test_batches_beside_writers_while_all_is_moved_and_written_anew(
             except BaseException as error:
                 errors.append(error)
 
-        random = np.random.default_rng(0)
+        random, other = np.random.default_rng(0), np.random.default_rng(1)
         acts = [
             lambda: add(table, int(random.integers(1 << 30))),
+            add_again,
             lambda: (table.save(tmp_path), spill(table, table.indices()[::2])),
             lambda: (spilling.promote(table._engine, table.indices()), time.sleep(0.01)),
         ]

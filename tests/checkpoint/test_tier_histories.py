@@ -69,7 +69,9 @@ class Case:
 
 PACKED = {"windows": {"value": gear.Whole(), "advantage": gear.Whole(), "reward": None}, "layout": "packed"}
 CASES = {
-    "trajectories": Case((gear.Uniform(), gear.Uniform(unit="step"), ONCE, *ORDERED)),
+    "trajectories": Case(
+        (gear.Uniform(), gear.Uniform(unit="step"), ONCE, *ORDERED), rules={"prefixes": True}
+    ),
     "steps": Case(tuple(BY_STEP.values()), steps=True),
     "groups": Case((gear.Uniform(), ONCE, *ORDERED), GROUPS),
     "groups that vary": Case((gear.Uniform(), *ORDERED), {**GROUPS, "group_varies": "reward"}, REWARD),
@@ -179,6 +181,14 @@ def add(pair: Pair, first: int, second: int) -> None:
 def extend(pair: Pair, first: int, second: int) -> None:
     several = [pair.made(1 + first % 12) for _ in range(1 + second % 4)]
     pair.alike(lambda table: table.extend(several))
+
+
+def begin_as(pair: Pair, first: int, second: int) -> None:
+    """Some trajectories begin with steps of another, wherever that lies."""
+    if (slot := pair.slot(first)) is not None and "prefixes" in pair.case.rules:
+        steps = 1 + second % min(20, int(pair.table.lengths()[first % len(pair.table)]))
+        several = [pair.made(1 + second % 5) for _ in range(1 + first % 3)]
+        pair.alike(lambda table: table.extend(several, prefix=slot, prefix_steps=steps))
 
 
 def stream(pair: Pair, first: int, second: int) -> None:
@@ -294,7 +304,23 @@ def resume(pair: Pair, first: int, second: int) -> None:
 
 
 CHANGES = (
-    *(add, add, extend, stream, append, append, end, save, spill, spill, promote, die, remove),
+    *(
+        add,
+        add,
+        extend,
+        begin_as,
+        begin_as,
+        stream,
+        append,
+        append,
+        end,
+        save,
+        spill,
+        spill,
+        promote,
+        die,
+        remove,
+    ),
     *(revise, advance, fill, fill, draw, draw, update, update, resume),
 )
 CHANGE = st.tuples(st.sampled_from(CHANGES), st.integers(0, 59), st.integers(0, 59))

@@ -412,7 +412,7 @@ def test_blocks_that_were_read_are_free_for_the_next_that_comes_back(tmp_path: P
         table.check_valid()
 
 
-def test_shared_blocks_wait_for_all_readers(tmp_path: Path) -> None:
+def test_shared_blocks_are_kept_for_readers(tmp_path: Path) -> None:
     with tiered(tmp_path) as table:
         with table.writer(chunk_steps=8, overlap_steps=4) as writer:
             data = rows(0, 20)
@@ -420,13 +420,18 @@ def test_shared_blocks_wait_for_all_readers(tmp_path: Path) -> None:
             writer.append(data)
             writer.commit()
         table.save(tmp_path)
-        before = everything(table)
+        before, used = everything(table), table.stats().blocks_in_use
+        first, *others = table.indices().tolist()
         ticket = table._engine.reader().begin_read()
-        assert spill(table, table.indices()) == 0
+        assert spill(table, [first]) == 1
+        assert spill(table, others) == -1  # a block of the first one is parked
+        assert table.stats().blocks_in_use == used
+        table.check_valid()
         ticket.end()
-        for slot in table.indices().tolist():
+        for slot in others:
             assert spill(table, [slot]) == 1
             table.check_valid()
+        assert table.stats().blocks_in_use == 0
         assert everything(table) == before
 
 

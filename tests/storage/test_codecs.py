@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import amounts
+from tier_common import spill, tiered
 from torchvision_common import substitute_torchvision
 
 import gear_loader as gear
@@ -176,6 +177,12 @@ def test_checkpoints_keep_what_is_encoded(tmp_path: Any) -> None:
                         assert torch.equal(one, other), name
 
 
+def spilled(table: gear.Table, path: Any) -> None:
+    """Move all trajectories of a table with a tier to disk."""
+    table.save(path)
+    assert spill(table, table.indices()) == len(table)
+
+
 def png_of(height: int, width: int) -> bytes:
     """A header that promises an image."""
     body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -335,14 +342,17 @@ def test_jpegs_that_a_gpu_decodes(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [2, 2, 2]
 
 
-def test_damaged_values_are_named_and_the_table_stays_whole() -> None:
+@pytest.mark.parametrize("tier", [False, True])
+def test_damaged_values_are_named_and_the_table_stays_whole(tier: bool, tmp_path: Any) -> None:
     names, shape = ("jpeg", "webp"), (H, W, 3)
     columns = {name: COLUMNS[name] for name in (*names, "reward")}
     rows = {name: value for name, value in trajectory(np.random.default_rng(2), 3).items() if name in columns}
     damaged = {name: [rows[name][0], other(name, shape)[:-30], rows[name][2]] for name in names}
-    with table_of(columns) as table:
+    with tiered(tmp_path, columns, payload="1MiB") if tier else table_of(columns) as table:
         table.add(rows)
         slots = [table.add({**rows, name: damaged[name]}) for name in names]
+        if tier:
+            spilled(table, tmp_path)
         for slot, name in zip(slots, names, strict=True):
             message = (
                 f"Column '{name}' of trajectory {slot}, step 1, is damaged, and cannot be decoded as {name}: "
@@ -353,6 +363,7 @@ def test_damaged_values_are_named_and_the_table_stays_whole() -> None:
                 table.gather([0, slot], [0, 0], windows={name: gear.Window(3)})
             assert table.gather([0, slot], [0, 0], windows={name: gear.Window(1)})[name].any()
         table.check_valid()
+        assert table._engine.num_spilled == 3 * tier
         table.remove(slots)
         dataset = gear.ReplayDataset(table, batch_size=8, device="cpu", windows={"webp": gear.Window(1)})
         assert dataset.sample()["webp"].shape == (8, 1, *shape)

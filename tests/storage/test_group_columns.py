@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from cases import amounts, mostly_long
 from table_common import Died, Fragile, bury, mortal
+from tier_common import move, tier_at
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableFullError
@@ -34,7 +36,7 @@ def table_of(payload: int | str = "8KiB", **options: Any) -> gear.Table:
         "on_full": "evict_oldest",
         "timeout": 0.2,
     }
-    memory = gear.Memory(payload=payload, prefixes=options.pop("prefixes", True))
+    memory = gear.Memory(payload=payload, prefixes=options.pop("prefixes", True), max_blocks=400)
     return gear.Table.create(COLUMNS, memory=memory, **{**sizes, **options})
 
 
@@ -66,12 +68,20 @@ def test_beside_a_twin_for_long(seed: int) -> None:
     act("evict_oldest" if seed % 2 else "evict_lowest_priority", seed, 1500)
 
 
-def act(on_full: Any, seed: int, turns: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_beside_a_twin_with_a_disk_tier(seed: int, tmp_path: Path) -> None:
+    act("evict_oldest", seed, 60, tmp_path)
+
+
+def act(on_full: Any, seed: int, turns: int, path: Path | None = None) -> None:
     """Groups come and go in memory that is too small, their first trajectories before others or after them."""
     random = np.random.default_rng(seed)
-    with table_of(on_full=on_full) as table:
+    tier = {} if path is None else {**tier_at(path), "max_trajectories": 20, "timeout": 20.0}
+    with table_of(on_full=on_full, **tier) as table:
         known: dict[int, dict[str, Any]] = {}
         for number in range(turns):
+            move(table, random)
             live = table.indices()
             if len(live) and random.random() < 0.15:
                 table.remove(random.choice(live, 1))
@@ -102,6 +112,15 @@ def act(on_full: Any, seed: int, turns: int) -> None:
             assert np.array_equal(batch["image"][group].numpy(), known[index]["image"])
             assert batch["answer"][row] == known[index]["answer"]
         assert len(batch["prompt"]) == len(batch["image"]) == batch["group"].max() + 1
+        if path is not None:
+            assert table._engine.num_spilled > 0
+            expected = [known[index] for index in table.indices().tolist()]
+    if path is not None:
+        with gear.Table.recover(tier["disk"]) as table:
+            for index, values in zip(table.indices().tolist(), expected, strict=True):
+                check(table[index], values)
+            table.add(rows(0, random, shared=False), prefix=int(table.indices()[0]))
+            table.check_valid()
 
 
 def test_values_are_stored_once_and_freed_with_the_last_of_them() -> None:

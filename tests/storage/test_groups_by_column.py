@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tier_common import move, promote, spill, tier_at
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -20,7 +22,7 @@ COLUMNS = {
 
 
 def table_of(**options: Any) -> gear.Table:
-    memory = gear.Memory(payload="1MiB", prefixes=True)
+    memory = gear.Memory(payload=options.pop("payload", "1MiB"), prefixes=True, max_blocks=200)
     sizes: dict[str, Any] = {"max_steps": 500, "max_trajectories": 20, "block_steps": 4}
     return gear.Table.create(COLUMNS, memory=memory, **{**sizes, **options})
 
@@ -74,11 +76,15 @@ def test_values_are_stored_once_and_freed_with_the_last() -> None:
         check(table, live)
 
 
-@pytest.mark.parametrize("turns", [50, pytest.param(200, marks=pytest.mark.long)])
-def test_groups_while_others_are_evicted(turns: int) -> None:
+@pytest.mark.parametrize(
+    ("turns", "tier"),
+    [(50, False), (20, True), *(pytest.param(200, tier, marks=pytest.mark.long) for tier in (False, True))],
+)
+def test_groups_while_others_are_evicted(turns: int, tier: bool, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    with table_of(on_full="evict_oldest") as table:
+    with table_of(on_full="evict_oldest", **tier_at(tmp_path if tier else None)) as table:
         for number in range(turns):
+            move(table, rng)
             some = [
                 answer(int(each), int(rng.integers(1, 30)))
                 for each in rng.integers(number // 8, number // 8 + 3, 3)
@@ -88,6 +94,36 @@ def test_groups_while_others_are_evicted(turns: int) -> None:
             )
             check(table, {slot: some[i]["prompt"] for i, slot in enumerate(slots.tolist())})
         check(table, {int(slot): int(table[slot]["prompt"]) for slot in table.indices()})
+
+
+def test_groups_of_which_all_are_on_disk(tmp_path: Path) -> None:
+    """They are found, and brought back with their values, which are there once again."""
+    with table_of(**tier_at(tmp_path), timeout=20.0) as table:
+        prompts = [7, 7, 8, 8, 8]
+        live = dict(
+            zip(
+                table.extend([answer(prompt) for prompt in prompts], prefix="prompt").tolist(),
+                prompts,
+                strict=True,
+            )
+        )
+        once = table.stats().value_resident_bytes
+        table.save(tmp_path)
+        for _ in range(2):
+            assert spill(table, list(live)) == 5
+            assert table.stats().value_resident_bytes == 0
+            promote(table, list(live)[-1])
+            assert 0 < table.stats().value_resident_bytes < once
+            few = [{"token": np.arange(5) + prompt, "prompt": prompt} for prompt in (8, 7)]
+            live |= dict(zip(table.extend(iter(few), prefix="prompt").tolist(), (8, 7), strict=True))
+            check(table, live)
+            for slot in live:
+                promote(table, slot)
+            check(table, live)
+            assert table.stats().value_resident_bytes == once
+            for slot in list(live)[-2:]:
+                table.remove(slot)
+                del live[slot]
 
 
 @pytest.mark.parametrize(

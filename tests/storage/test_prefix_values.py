@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import mostly_long
+from tier_common import move, tier_at
 
 import gear_loader as gear
 from gear_loader.errors import TableFullError
@@ -24,7 +26,7 @@ BLOCK = 4
 
 
 def table_of(names: Any = COLUMNS, *, prefixes: bool = True, **options: Any) -> gear.Table:
-    memory = gear.Memory(payload=options.pop("payload", "24KiB"), prefixes=prefixes)
+    memory = gear.Memory(payload=options.pop("payload", "24KiB"), prefixes=prefixes, max_blocks=400)
     sizes: dict[str, Any] = {"max_steps": 900, "max_trajectories": 24, "block_steps": BLOCK, "timeout": 0.2}
     return gear.Table.create({name: COLUMNS[name] for name in names}, memory=memory, **{**sizes, **options})
 
@@ -71,12 +73,21 @@ def test_beside_a_twin_for_long(seed: int) -> None:
     beside_a_twin(names, "error" if seed < 3 else "evict_oldest", seed, 400)
 
 
-def beside_a_twin(names: Any, on_full: Any, seed: int, turns: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_beside_a_twin_with_a_disk_tier(seed: int, tmp_path: Path) -> None:
+    names = ("token", "output", "image") if seed % 2 else tuple(COLUMNS)
+    beside_a_twin(names, "evict_oldest", seed, 60, tmp_path)
+
+
+def beside_a_twin(names: Any, on_full: Any, seed: int, turns: int, path: Path | None = None) -> None:
     """Any trajectory begins with any steps of any other, in memory that is too small."""
     random = np.random.default_rng(seed)
-    with table_of(names, on_full=on_full) as table:
+    tier = {} if path is None else {**tier_at(path), "timeout": 20.0}
+    with table_of(names, on_full=on_full, **tier) as table:
         known: dict[int, dict[str, Any]] = {}
         for number in range(turns):
+            move(table, random)
             live = table.indices()
             if len(live) and random.random() < 0.15:
                 table.remove(random.choice(live, 1))
@@ -101,6 +112,7 @@ def beside_a_twin(names: Any, on_full: Any, seed: int, turns: int) -> None:
             for each in live.tolist() if number % 10 == 0 else {slot, *random.choice(live, 2).tolist()}:
                 check(table[each], known[each])
             table.check_valid()
+        assert path is None or table._engine.num_spilled > 0
         table.remove(table.indices())
         assert table.stats().value_resident_bytes == 0
 

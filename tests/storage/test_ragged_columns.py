@@ -843,17 +843,6 @@ def test_what_does_not_go_with_them(tmp_path: Any) -> None:
         SchemaError, match=r"are ragged, and \['y'\] have final=True; expected a table with one of"
     ):
         gear.Schema({"x": ragged, "y": gear.Column(torch.float32, final=True)})
-    with pytest.raises(
-        SchemaError,
-        match=r"The columns \['x'\] have a codec or are per group, and the disk has a size; expected one of both",
-    ):
-        gear.Table.create(
-            {"x": gear.Column(torch.uint8, (4,), codec="zstd")},
-            memory=gear.Memory("1MiB", payload=1000),
-            disk=gear.Disk(tmp_path, size="1MiB"),
-            **sizes,
-        )
-    assert not list(tmp_path.iterdir())
     with table_of() as table:
         calls: list[Any] = [
             lambda: table.writers(2, chunk_steps=4, overlap_steps=2),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import amounts
 from forks_common import in_child
+from tier_common import promote, spill, tiered
 
 import gear_loader as gear
 from gear_loader.errors import CodecError, SchemaError
@@ -47,11 +48,16 @@ def filled(table: gear.Table) -> dict[int, np.ndarray[Any, Any]]:
     return {table.add({"video": each, "number": np.arange(len(each))}): each for each in clips}
 
 
-def test_frames_are_those_that_were_added(tmp_path: Any) -> None:
-    with table_of() as table:
+@pytest.mark.parametrize("tier", [False, True])
+def test_frames_are_those_that_were_added(tier: bool, tmp_path: Any) -> None:
+    with tiered(tmp_path, COLUMNS, payload="1MiB") if tier else table_of() as table:
         known = filled(table)
         table.check_valid()
         table.save(tmp_path)
+        if tier:
+            spill(table, list(known))
+            promote(table, next(iter(known)))
+            assert table._engine.num_spilled == 3
         with gear.Table.load(tmp_path) as loaded:
             for each in (table, loaded):
                 assert all(close(each[slot]["video"], frames) for slot, frames in known.items())

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_remote_table import connected, named, url_of
+from tier_common import spill, tier_at
 from transport_common import SECRET, Proxy, serving
 
 import gear_loader as gear
@@ -259,11 +261,19 @@ def test_what_trajectories_begin_with_is_not_sent(monkeypatch: pytest.MonkeyPatc
         table.check_valid()
 
 
-def test_stacked_steps_of_a_fixed_shape_have_prefixes_too() -> None:
+@pytest.mark.parametrize("tier", [False, True])
+def test_stacked_steps_of_a_fixed_shape_have_prefixes_too(tier: bool, tmp_path: Path) -> None:
     columns = {"token": gear.Column(torch.int64, final=True)}
-    options = {**SIZES, "memory": gear.Memory(prefixes=True)}
+    options = {
+        **SIZES,
+        "memory": gear.Memory(prefixes=True, max_blocks=100),
+        **tier_at(tmp_path if tier else None),
+    }
     with named(columns, **options) as table, connected(table) as remote:
         first = remote.add({"token": np.arange(50)})
+        if tier:
+            table.save(tmp_path)
+            assert spill(table, [first]) == 1
         stacked = {"token": np.arange(24).reshape(3, 8)}
         for i, slot in enumerate(remote.extend(stacked, lengths=[8, 8, 5], prefix=first).tolist()):
             assert table[slot]["token"].tolist() == [*range(50), *stacked["token"][i][: 5 if i == 2 else 8]]

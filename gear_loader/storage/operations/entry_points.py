@@ -254,8 +254,8 @@ def _spill(p, slots, generations):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_back(p, slot, generation, ids):  # type: ignore[no-untyped-def]
-    return take_back(view_at(p), slot, generation, ids)
+def _take_back(p, slot, generation, parent, shared, copied, ids):  # type: ignore[no-untyped-def]
+    return take_back(view_at(p), slot, generation, parent, shared, copied, ids)
 
 
 @compiled
@@ -291,8 +291,8 @@ def _measure_payload(p, heap, kept, used):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _forget_payload(p, heap, slots):  # type: ignore[no-untyped-def]
-    forget_payload(view_at(p), heap, slots)
+def _forget_payload(p, heap, keys, kept, places):  # type: ignore[no-untyped-def]
+    forget_payload(view_at(p), heap, keys, kept, places)
 
 
 @compiled

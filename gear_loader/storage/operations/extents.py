@@ -56,16 +56,20 @@ def is_own(v: Any, heap: Any, at: Any) -> Any:
 
 
 @inlined
+def is_among(v: Any, heap: Any, at: Any, keys: Any) -> Any:
+    """Whether the extent that begins at byte `at` was stored with one of `keys`, int64 [m], see `take_payload`."""
+    slot = heap[at // 8 + SLOT]
+    if slot < 0 or len(keys) == 0:
+        return False
+    key = heap[at // 8 + GENERATION] * v.num_slots + slot
+    place = np.searchsorted(keys, key)
+    return place < len(keys) and keys[place] == key
+
+
+@inlined
 def is_used(v: Any, heap: Any, at: Any, kept: Any) -> Any:
     """Whether a trajectory has the extent that begins at byte `at`; kept: see `take_payload`."""
-    if is_own(v, heap, at):
-        return True
-    slot = heap[at // 8 + SLOT]
-    if slot < 0 or len(kept) == 0:
-        return False
-    leader = heap[at // 8 + GENERATION] * v.num_slots + slot
-    place = np.searchsorted(kept, leader)
-    return place < len(kept) and kept[place] == leader
+    return is_own(v, heap, at) or is_among(v, heap, at, kept)
 
 
 @inlined
@@ -190,17 +194,21 @@ def put_back(heap: Any, chosen: Any, before: Any, slots: Any, generations: Any, 
 
 
 @inlined
-def forget_payload(v: Any, heap: Any, slots: Any) -> None:
-    """Make gaps of what trajectories on disk had in memory: they come back, with extents of their own."""
-    mine = np.zeros(v.num_slots, dtype=np.bool_)
-    for i in range(len(slots)):
-        mine[slots[i]] = True
+def forget_payload(v: Any, heap: Any, keys: Any, kept: Any, places: Any) -> None:
+    """Make gaps of what trajectories on disk had in memory, unless others have it: they come back with extents anew.
+
+    Args:
+        keys: int64 [m], ascending, of what the extents were stored with; see `prefixes.keys_of`.
+        kept: as of `take_payload`, of those whose extents all stay.
+        places: int64 [p], ascending, bytes in the other extents that stay.
+    """
     at, end = FIRST, len(heap) * 8
     while heap[CURSOR] != 0 and at < end:
-        slot = heap[at // 8 + SLOT]
-        if slot >= 0 and not is_own(v, heap, at) and mine[slot]:
+        size = extent_size(heap, at)
+        named = np.searchsorted(places, at) < np.searchsorted(places, at + size)
+        if is_among(v, heap, at, keys) and not named and not is_used(v, heap, at, kept):
             heap[at // 8 + SLOT] = -1
-        at += extent_size(heap, at)
+        at += size
 
 
 @inlined

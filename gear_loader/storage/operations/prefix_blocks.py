@@ -26,6 +26,7 @@ from gear_loader.storage.operations.view import (
     FULL,
     GONE,
     LIVE,
+    OUTSIDE,
     REFUSE,
     SHORT,
     begin_change,
@@ -81,6 +82,28 @@ def make_room_beside(v: Any, kept: Any, slots: Any, blocks: Any, steps: Any, evi
 
 
 @inlined
+def take_blocks(v: Any, start: Any, count: Any, first: Any, copied: Any, shared: Any, ids: Any) -> Any:
+    """Write the blocks of a trajectory to `count` positions in `block_ids` from `start` on; return how many are new.
+
+    Args:
+        first: position of the first block of another trajectory, whose blocks `copied` to `shared` - 1 it has.
+        ids: int32 [new blocks], output.
+    """
+    taken = 0
+    for j in range(count):
+        if copied <= j < shared:
+            block = v.block_ids[first + j]
+            require(block >= 0 and v.uses[block, LIVE] > 0)
+            v.block_ids[start + j] = block
+            v.uses[block, LIVE] += 1
+            v.uses[block, ALL] += 1
+        else:
+            ids[taken] = take_block(v, start + j)
+            taken += 1
+    return taken
+
+
+@inlined
 def begin_after(
     v: Any,
     lengths: Any,
@@ -104,7 +127,7 @@ def begin_after(
         ids: int32 [new blocks of all trajectories], output.
 
     Returns:
-        As `make_room`, or GONE if a parent is no longer there.
+        As `make_room`, or GONE if a parent is no longer there, or OUTSIDE if it lies on disk only.
     """
     counters = v.counters
     blocks, entries, steps = 0, 0, 0
@@ -118,6 +141,8 @@ def begin_after(
             continue
         if v.state[parent] != READY or v.generation[parent] != generations[i]:
             return GONE
+        if v.extent[parent, 1] < 0:
+            return OUTSIDE
         require(shared[i] <= slot_blocks(v, parent) and shared[i] <= count)
     require(blocks <= len(ids))
     answer = make_room_beside(v, parents, len(lengths), blocks, steps, evict)
@@ -133,16 +158,7 @@ def begin_after(
         if parents[i] >= 0:
             first = v.extent[parents[i], 1]
             check_extent(v, first, shared[i])
-        for j in range(count):
-            if copied <= j < shared[i]:
-                block = v.block_ids[first + j]
-                require(block >= 0 and v.uses[block, LIVE] > 0)
-                v.block_ids[start + j] = block
-                v.uses[block, LIVE] += 1
-                v.uses[block, ALL] += 1
-            else:
-                ids[taken] = take_block(v, start + j)
-                taken += 1
+        taken += take_blocks(v, start, count, first, copied, shared[i], ids[taken:])
         counters[HEAD + half] += count
         fence()
         slots[i] = take_slot(v, lengths[i], final_of(finals, i), start, pid, process_start, 0)

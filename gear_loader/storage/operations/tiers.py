@@ -20,7 +20,8 @@ from gear_loader.storage.counters import (
     PARKED_EPOCH,
     RETIRED_BLOCKS,
 )
-from gear_loader.storage.operations.lifecycle import let_go, oldest_reader, release, retire
+from gear_loader.storage.operations.lifecycle import reclaim, release, retire
+from gear_loader.storage.operations.prefix_blocks import take_blocks
 from gear_loader.storage.operations.room import final_of, has_room, lowest, take_block, take_slot
 from gear_loader.storage.operations.view import (
     ALL,
@@ -48,7 +49,7 @@ def spill(v: Any, slots: Any, generations: Any) -> Any:
     """Take the blocks of trajectories that are on disk; everything else of them stays.
 
     Readers may see the blocks until they end their tickets, so the blocks are parked until then. `parked` is written
-    before the first trajectory changes. Trajectories that share blocks are spilled only while nobody reads.
+    before the first trajectory changes. Blocks that other live trajectories have in memory stay theirs.
 
     Args:
         slots, generations: int64 [n], the trajectories, distinct; stale ones and those without blocks are skipped.
@@ -57,10 +58,9 @@ def spill(v: Any, slots: Any, generations: Any) -> Any:
         Number of trajectories that were spilled; -1, having done nothing, if blocks are still parked.
     """
     counters = v.counters
-    release(v)
+    reclaim(v)
     if counters[NUM_PARKED] != 0:
         return -1
-    alone = oldest_reader(v) > counters[EPOCH]
     begin_change(v)
     chosen = np.zeros(len(slots), dtype=np.bool_)
     parked, spilled = 0, 0
@@ -72,47 +72,44 @@ def spill(v: Any, slots: Any, generations: Any) -> Any:
             continue
         blocks = slot_blocks(v, slot)
         check_extent(v, start, blocks)
-        shared = False
+        free = True
         for j in range(start, start + blocks):
-            require(v.block_ids[j] >= 0)
-            shared = shared or v.uses[v.block_ids[j], ALL] != 1
-        if alone or not shared:
-            chosen[i] = True
-            if not alone:
-                for j in range(start, start + blocks):
-                    v.parked[parked] = v.block_ids[j]
-                    parked += 1
+            block = v.block_ids[j]
+            require(block >= 0)
+            # A block of a retired trajectory, too, is not parked: readers that began after that may see it.
+            free = free and (v.uses[block, LIVE] > 1 or v.uses[block, ALL] == 1)
+        chosen[i] = free
+        for j in range(start, start + blocks if free else start):
+            block = v.block_ids[j]
+            v.uses[block, LIVE] -= 1
+            if v.uses[block, LIVE] > 0:
+                v.uses[block, ALL] -= 1
+            else:
+                v.parked[parked] = block
+                parked += 1
+                counters[RETIRED_BLOCKS] += 1
     counters[PARKED_EPOCH] = counters[EPOCH]
     fence()
     counters[NUM_PARKED] = parked
     fence()
     for i in range(len(slots)):
-        slot = slots[i]
-        start = v.extent[slot, 1]
-        if not chosen[i]:
-            continue
-        blocks = slot_blocks(v, slot)
-        v.extent[slot, 1] = ON_DISK
-        fence()
-        if alone:
-            let_go(v, start, blocks, True)
-        else:
-            for j in range(start, start + blocks):
-                v.uses[v.block_ids[j], LIVE] = 0
-            counters[RETIRED_BLOCKS] += blocks
-        counters[NUM_SPILLED] += 1
-        spilled += 1
+        if chosen[i]:
+            v.extent[slots[i], 1] = ON_DISK
+            counters[NUM_SPILLED] += 1
+            spilled += 1
     counters[EPOCH] += 1
     end_change(v)
+    release(v)
     return spilled
 
 
 @inlined
-def take_back(v: Any, slot: Any, generation: Any, ids: Any) -> Any:
+def take_back(v: Any, slot: Any, generation: Any, parent: Any, shared: Any, copied: Any, ids: Any) -> Any:
     """Allocate blocks for a trajectory that lies on disk only; `give_place` follows if DONE.
 
     Args:
-        ids: int32 [blocks], output.
+        parent, shared: a trajectory in memory, of which it has blocks `copied` to `shared` - 1; -1 and 0 for none.
+        ids: int32 [new blocks], output.
 
     Returns:
         DONE; GONE if it is stale or has blocks; FLIP; SPILL if too few blocks are free. After DONE the index stays
@@ -123,17 +120,18 @@ def take_back(v: Any, slot: Any, generation: Any, ids: Any) -> Any:
     if v.state[slot] != READY or v.generation[slot] != generation or v.extent[slot, 1] >= 0:
         return GONE
     blocks = blocks_of(v, v.extent[slot, 0] + v.extent[slot, 2])
-    require(blocks == len(ids))
+    require(blocks == len(ids) + max(shared - copied, 0) and shared <= blocks)
     release(v)
-    if counters[NUM_FREE_BLOCKS] < blocks:
+    if counters[NUM_FREE_BLOCKS] < len(ids):
         return SPILL
-    half = counters[HALF]
+    half, first = counters[HALF], 0
     if counters[HEAD + half] + blocks > v.half_size:
         return FLIP
+    if shared > 0:
+        first = v.extent[parent, 1]
+        check_extent(v, first, shared)
     begin_change(v)
-    start = half * v.half_size + counters[HEAD + half]
-    for i in range(blocks):
-        ids[i] = take_block(v, start + i)
+    take_blocks(v, half * v.half_size + counters[HEAD + half], blocks, first, copied, shared, ids)
     counters[HEAD + half] += blocks
     return DONE
 

@@ -45,7 +45,7 @@ ON_DISK = -(1 << 62)
 """Place of the block table of a trajectory that lies on disk only. With any block number added it is negative, so the
 loops that gather find it invalid."""
 OUTSIDE = 10
-"""Additional result of `lengthen`: the trajectory lies on disk only."""
+"""Additional result of `lengthen` and `begin_after`: the trajectory, or one of these, lies on disk only."""
 GENEROUS = 8
 """A writer allocates at most one eighth of the free steps in advance."""
 ADVANCE_STEPS = 1 << 16
