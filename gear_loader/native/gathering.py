@@ -7,7 +7,7 @@ copy at once.
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit
+from numba import int64, njit, uint64
 
 from gear_loader.kernels.plan import (
     BLOCKS,
@@ -296,7 +296,7 @@ def resolve(  # type: ignore[no-untyped-def]
         first, last: first and last step of all windows, relative to the anchor.
         out_extent: int64 [B, 3], output: length in steps; position in `out_ids` of the trajectory's first block,
             negative if that block is before the windows, which alone are copied; number of final steps.
-        out_ids: int32 [B, K], output: blocks of the windows.
+        out_ids: int32 [B, K], output: blocks of the windows; the last one again in the places that are left.
         num_blocks: number of blocks of the table.
         once: whether the last of the K blocks is the trajectory's first, which has the values per trajectory; the
             windows then touch at most K - 1.
@@ -304,26 +304,38 @@ def resolve(  # type: ignore[no-untyped-def]
     Returns:
         Number of invalid slots, block tables and blocks, 0 unless the index is corrupt. Their blocks are 0.
     """
-    width, bad = out_ids.shape[1], 0
-    for b in range(len(slots)):
+    count, width, bad = len(slots), out_ids.shape[1], 0
+    inside, each = width - 1 if once else width, uint64(block_steps)  # signed, a division takes twice as long
+    for b in range(-2 * ROWS_AHEAD, count):
+        near, far = b + ROWS_AHEAD, b + 2 * ROWS_AHEAD
+        request_index(
+            slots[near] if 0 <= near < count else -1, slots[far] if far < count else -1, extent, block_ids
+        )
+        if b < 0:
+            continue
         steps, row, more = int64(1), int64(-1), int64(0)
         if slots[b] >= 0 and slots[b] < len(extent):
             steps, row, more = extent_of(extent, slots[b])
         # Of a column without final steps, a window after the last step shows that step.
-        low = min(max(anchors[b] + first, 0), steps - 1) // block_steps
-        high = min(max(anchors[b] + last, 0), steps + more - 1) // block_steps
+        low = int64(uint64(min(max(anchors[b] + first, 0), steps - 1)) // each)
+        high = int64(uint64(min(max(anchors[b] + last, 0), steps + more - 1)) // each)
         out_extent[b, 0] = steps
         out_extent[b, 2] = more
         out_extent[b, 1] = b * width - low
-        for i in range(min(high - low + 1, width)):
-            place = row + low + i
-            number = block_ids[place] if place >= 0 and place < len(block_ids) else -1
-            if number < 0 or number >= num_blocks:
-                number, bad = 0, bad + 1
-            out_ids[b, i] = number
+        # All places, the last block again after the last one: how many a window touches would be predicted wrongly.
+        for i in range(inside):
+            out_ids[b, i], wrong = _checked(block_ids, row + min(low + i, high), num_blocks)
+            bad += wrong
         if once:
-            number = block_ids[row] if row >= 0 and row < len(block_ids) else -1
-            if number < 0 or number >= num_blocks:
-                number, bad = 0, bad + 1
-            out_ids[b, width - 1] = number
+            out_ids[b, inside], wrong = _checked(block_ids, row, num_blocks)
+            bad += wrong
     return bad
+
+
+@njit(inline="always")
+def _checked(block_ids, place, num_blocks):  # type: ignore[no-untyped-def]
+    """The block at a place of the block tables, and 0; or 0, and 1 for an invalid place or block."""
+    inside = uint64(place) < uint64(len(block_ids))  # so are negative ones outside
+    number = int64(block_ids[uint64(place)]) if inside else int64(-1)
+    good = uint64(number) < uint64(num_blocks)
+    return number if good else int64(0), int64(0) if good else int64(1)

@@ -13,21 +13,26 @@ from numba import float64, int64, njit, types, uint64
 from numba.extending import intrinsic
 
 from gear_loader.native.compile import compiled
+from gear_loader.native.memory import prefetch
 
 UNIFORM, FIRST, LAST = range(3)
 """Anchor of a window: a uniformly drawn step, or the first or last step of the trajectory."""
+_NEAR = 4096
+"""Trajectories whose numbers the caches hold, so that they are not requested ahead."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _high_product(_context: Any, _a: Any, _b: Any) -> Any:
-    """The upper 64 bits of the product of two uint64."""
+def _product(context: Any, _a: Any, _b: Any) -> Any:
+    """The upper and the lower 64 bits of the product of two uint64, by one instruction."""
+    both = types.UniTuple(types.uint64, 2)
 
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        wide = ir.IntType(128)
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        wide, word = ir.IntType(128), ir.IntType(64)
         product = builder.mul(*(builder.zext(part, wide) for part in args))
-        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), word)
+        return context.make_tuple(builder, both, [high, builder.trunc(product, word)])
 
-    return types.uint64(types.uint64, types.uint64), codegen
+    return both(types.uint64, types.uint64), codegen
 
 
 @njit(inline="always")
@@ -36,8 +41,8 @@ def _block(seed, stream, step, epoch, number):  # type: ignore[no-untyped-def]
     a, b, c, d = uint64(number + 1), uint64(0), uint64(step), uint64(epoch)
     k0, k1 = uint64(seed), uint64(stream)
     for _ in range(10):
-        high0, low0 = _high_product(uint64(0xD2E7470EE14C6C93), a), uint64(0xD2E7470EE14C6C93) * a
-        high1, low1 = _high_product(uint64(0xCA5A826395121157), c), uint64(0xCA5A826395121157) * c
+        high0, low0 = _product(uint64(0xD2E7470EE14C6C93), a)
+        high1, low1 = _product(uint64(0xCA5A826395121157), c)
         a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
         k0 += uint64(0x9E3779B97F4A7C15)
         k1 += uint64(0xBB67AE8584CAA73B)
@@ -98,11 +103,12 @@ def uniform_rows(  # type: ignore[no-untyped-def]
     count = names.shape[1]
     size = int64(len(slots))
     before = sums[0] - lengths[0]
+    drawn, anchored = size, not steps and anchor == UNIFORM
     if steps:
-        size = sums[size - 1] - before
+        drawn = sums[size - 1] - before
     for i in range(0, count, 4):
         words = _block(seed, 0, step, epoch, i // 4)
-        others = _block(seed, 1, step, epoch, i // 4) if not steps and anchor == UNIFORM else words
+        others = _block(seed, 1, step, epoch, i // 4) if anchored else words
         for j in range(min(4, count - i)):
             word, other = words[0], others[0]
             if j == 1:
@@ -111,21 +117,26 @@ def uniform_rows(  # type: ignore[no-untyped-def]
                 word, other = words[2], others[2]
             elif j == 3:
                 word, other = words[3], others[3]
-            place = _below(word, size)
-            at = int64(0)
-            if steps:
-                at = place + before  # the item; its trajectory is found below
-            elif anchor == UNIFORM:
-                at = _below(other, lengths[place])
-            elif anchor == LAST:
-                at = lengths[place] - 1
+            place = _below(word, drawn)
             names[0, i + j] = place
-            names[1, i + j] = at
+            # The item, whose trajectory is found below; or the random number of the anchor.
+            names[1, i + j] = place + before if steps else int64(other)
+    # Loops of one kind each, of which the compiler makes loads of several rows at a time.
     if steps:
         _search(sums, names[1], names[0])
         for i in range(count):
             place = names[0, i]
             names[1, i] -= sums[place] - lengths[place]
+    elif size > _NEAR:
+        for i in range(count):
+            for array in (slots, lengths, generations):
+                prefetch(uint64(array.ctypes.data) + uint64(names[0, i]) * uint64(8))
+    if anchored:
+        for i in range(count):
+            names[1, i] = _below(uint64(names[1, i]), lengths[names[0, i]])
+    elif not steps:
+        for i in range(count):
+            names[1, i] = lengths[names[0, i]] - 1 if anchor == LAST else 0
     for i in range(count):
         place = names[0, i]
         names[0, i] = slots[place]

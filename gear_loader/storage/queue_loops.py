@@ -150,17 +150,24 @@ def _launch_joined(members: Any, count: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def _names(words: Any) -> Any:
+    """Where the names of a batch go, int64 [3, K]."""
+    return carray(pointer(words[NAMES]), (3, words[CAPACITY]), np.int64)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def _look_up(index: Any, words: Any, rows: Any, block_steps: Any, num_blocks: Any) -> Any:
     """Write the names of drawn rows, and what the gather needs of them: 0, IN_STEPS, or the number of invalid windows.
 
     Args:
-        rows: int64 [at least 3, B], slots, anchors and generations. The others: as for `queue_uniform`.
+        rows: int64 [at least 3, B], slots, anchors and generations; may be the names. The others: as for
+            `queue_uniform`.
     """
-    count = words[COUNT]
-    names = carray(pointer(words[NAMES]), (3, words[CAPACITY]), np.int64)
-    for i in range(3):
-        for b in range(count):
-            names[i, b] = rows[i, b]
+    count, names = words[COUNT], _names(words)
+    if rows.ctypes.data != names.ctypes.data:
+        for i in range(3):
+            for b in range(count):
+                names[i, b] = rows[i, b]
     extent = carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64)
     ids = carray(pointer(index[2, 0]), (index[2, 1],), np.int32)
     if words[PACKED] != 0:
@@ -236,10 +243,13 @@ def queue_uniform(  # type: ignore[no-untyped-def]
         looked = _look(words)
         if looked != 0:
             return looked
-    rows = np.empty((3, _words(members[1])[COUNT]), dtype=np.int64)
     for i in range(count):
+        words = _words(members[1 + i])
+        rows = (
+            _names(words) if words[CAPACITY] == words[COUNT] else np.empty((3, words[COUNT]), dtype=np.int64)
+        )
         draw_uniform(items, steps, anchor, first, stride, seed, numbers[i], epoch, rows)
-        bad = _look_up(index, _words(members[1 + i]), rows, block_steps, num_blocks)
+        bad = _look_up(index, words, rows, block_steps, num_blocks)
         if bad != 0:
             return bad
     if members[0] != 0:
