@@ -571,7 +571,7 @@ def print_environment_for_ucx(
 
 @app.command("warmup")
 def warm_up_loops() -> None:
-    """Compile the loops of the CPU path for this machine, which their first use would do otherwise."""
+    """Compile the loops for this machine, which their first use would do otherwise; also those that queue for a GPU."""
     # Imported here because it loads torch.
     import logging
 

@@ -1,4 +1,4 @@
-"""Compiles the loops of the CPU path in advance, by using each of them once on small tables."""
+"""Compiles the loops in advance, by using each of them once on small tables; those of a GPU by their arguments."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import types
 
 from gear_loader.checkpoint.spilling import promote
 from gear_loader.collection.n_step import NStep
@@ -22,11 +23,12 @@ from gear_loader.graph.features import Features
 from gear_loader.graph.sampler import NeighborSampler
 from gear_loader.graph.workload import access_probability, sampled_size
 from gear_loader.native import compile as native
-from gear_loader.native import gathering
+from gear_loader.native import gathering, packed_lines, ragged_copies
 from gear_loader.native.row_cache import KEY
 from gear_loader.replay.buffer import ReplayBuffer
 from gear_loader.selection.samplers import Fifo, Lifo, Prioritized, Sampler, TopK, Uniform
 from gear_loader.selection.step_budget import Steps
+from gear_loader.storage import queue_loops
 from gear_loader.storage.disk import Disk
 from gear_loader.storage.limiters import MinSize
 from gear_loader.storage.memory_options import Memory
@@ -47,7 +49,7 @@ _LARGE = 30_000  # steps of a trajectory that is not copied under the lock
 
 
 def warm_up(progress: Callable[[str], None] = lambda _: None) -> dict[str, float]:
-    """Compile every loop of the CPU path that numba's cache does not hold yet.
+    """Compile every loop that numba's cache does not hold yet, also those that draw and queue batches for a GPU.
 
     Args:
         progress: called with the name of each stage before it begins.
@@ -68,6 +70,7 @@ def warm_up(progress: Callable[[str], None] = lambda _: None) -> dict[str, float
         ("checkpoints", _saving),
         ("graphs", _sampling),
         ("a disk below memory", _spilling),
+        ("batches for a GPU", _queueing),
     ):
         progress(name)
         stage()
@@ -297,3 +300,39 @@ def _spilling() -> None:
             for _ in range(3):
                 table.add({"text": ["a" * 500, "b" * 1000]})
             promote(table._engine, table.indices())
+
+
+def _queueing() -> None:
+    """The loops whose results only a GPU reads: nothing is called, as they would call its driver."""
+    n, real, flag = types.int64, types.float64, types.boolean
+    row, rows, short, shorts = n[::1], n[:, ::1], types.int32[::1], types.int32[:, ::1]
+    index = rows, short, n
+    for loop, *kinds in (
+        (queue_loops.queue_uniform, rows, row, rows, n, n, flag, n, n, n, n, row, n),
+        (queue_loops.queue_prioritized, rows, row, rows, *[n] * 8, *[real] * 3, rows),
+        (queue_loops.queue_drawn, rows, row, n, n, row, n, n, n, real, n, row, n),
+        (queue_loops.copy_update, row, n, rows, n, n, row),
+        (queue_loops.launch_update, row, n),
+        (gathering.resolve, row, row, *index, n, n, rows, shorts, n, flag),
+        (packed_lines.list_pieces, row, rows, short, *index, n, flag, flag, shorts),
+        (packed_lines.list_work, shorts, rows, rows, n, n, row, n, n),
+        (
+            packed_lines.plan_rows,
+            row,
+            row,
+            flag,
+            row,
+            *index,
+            n,
+            flag,
+            rows,
+            rows,
+            short,
+            shorts,
+            row,
+            n,
+            row,
+        ),
+        (ragged_copies.list_values, n, n, rows, n, n, n, shorts, row),
+    ):
+        loop.compile(tuple(kinds))
