@@ -22,14 +22,17 @@ from gear_loader.errors import GearError
 from gear_loader.storage.queued import QueuedDraw, QueuedPadded, QueuedSeveral
 from gear_loader.utils.mutex import holds_any
 
-TOGETHER = 4
-"""Batches that one call queues."""
+FEW, MANY = 4, 8
+"""Batches that one call queues: the first two calls since a change, and those after them. A change makes at most
+`FEW` - 1 or `MANY` - 1 gathers useless, of eight requests and more."""
 STANDING = 8
-"""Requests for which nothing must have changed before. A change makes at most `TOGETHER` - 1 gathers useless."""
+"""Requests for which nothing must have changed before."""
 MOST_BYTES = 1 << 24
-"""Largest batch: `TOGETHER` - 1 more of them lie in the GPU's memory."""
-JOINED_BYTES = 1 << 20
-"""Largest batch of those that are one launch, which is over, for all of them, when the last one is there."""
+"""Largest batch: `FEW` - 1 more of them lie in the GPU's memory."""
+MANY_BYTES = 1 << 22
+"""Largest batch of which `MANY` are queued; also the most bytes of one launch, which is over, for all of its batches,
+when the last one is there."""
+_END = object()
 _MOST_KEPT = 16
 """Graphs of several batches that are kept."""
 
@@ -48,19 +51,19 @@ class Fills(Protocol):
         """Subtract batches of `count` rows, which nobody gets, from the table's sample count."""
 
 
-class Items(Iterator[Any]):
-    """An iterator whose next items can be looked at."""
+def _rest(items: Iterator[Any], seen: collections.deque[Any]) -> Iterator[Any]:
+    """Those that were looked at, then the others."""
+    while True:
+        while seen:
+            yield seen.popleft()
+        item = next(items, _END)
+        if item is _END:
+            return
+        yield item
 
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items, self._seen = items, collections.deque[Any]()
 
-    def __next__(self) -> Any:
-        return self._seen.popleft() if self._seen else next(self._items)
-
-    def first(self, count: int) -> list[Any]:
-        """The next items, at most `count`."""
-        self._seen.extend(itertools.islice(self._items, max(count - len(self._seen), 0)))
-        return list(itertools.islice(self._seen, count))
+def _bytes_of(buffers: Buffers) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors_of(buffers.batch))
 
 
 class BatchesAhead:
@@ -72,7 +75,7 @@ class BatchesAhead:
         stream: that fills them.
 
     Attributes:
-        items: gives the same items.
+        items: an iterator of the same items.
     """
 
     def __init__(
@@ -85,13 +88,16 @@ class BatchesAhead:
         queue: Callable[[Fills, Sequence[Buffers], Sequence[Any], QueuedSeveral], bool],
         stream: torch.cuda.Stream,
     ) -> None:
-        self.items = Items(items)
+        self._items, self._seen = items, collections.deque[Any]()
+        self.items = _rest(items, self._seen)
         self._fills, self._free, self._make, self._queue, self._stream = fills, free, make, queue, stream
         self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()
         self._kept: dict[tuple[int, ...], QueuedSeveral] = {}
         self._known: object = None
         self._unchanged = 0
-        self._spare = TOGETHER - 1  # buffers that may still be made
+        self._calls = 0  # that have queued some, since a change
+        self._made = 0  # more buffers
+        self._size = 0  # bytes of a batch; 0 until it is known
 
     def next(self, item: Any) -> tuple[Buffers, int] | None:
         """Buffers and number of rows of the batch of an item, which `items` gave last; None if it is to be filled.
@@ -101,13 +107,18 @@ class BatchesAhead:
         known = self._fills.standing()
         if known is None or known is not self._known:
             self.discard()
-            self._known, self._unchanged = known, 0
+            self._known, self._unchanged, self._calls = known, 0, 0
             return None
         if not self._ready:
             self._unchanged += 1
             if self._unchanged <= STANDING or not self._queue_some(item):
                 return None
         return self._ready.popleft()
+
+    def _first(self, count: int) -> list[Any]:
+        """The next items of `items`, at most `count`, which stay there."""
+        self._seen.extend(itertools.islice(self._items, max(count - len(self._seen), 0)))
+        return list(itertools.islice(self._seen, count))
 
     def discard(self) -> None:
         """Give back the batches that nobody gets."""
@@ -131,17 +142,18 @@ class BatchesAhead:
     def _queue_some(self, item: Any) -> bool:
         """Queue the batch of an item and those after it; False if that cannot be."""
         free = self._free
-        if len(free) < TOGETHER:
-            if self._spare:
-                self._spare -= 1
+        together = self._number()
+        if len(free) < together or not together:
+            if self._made < together - 1:
+                self._made += 1
                 free.append(self._make())  # is filled next
             return False
-        items = [item, *self.items.first(TOGETHER - 1)]
-        members = free[:TOGETHER]  # those used longest ago, so that the same ones meet again
-        several = self._several(members) if len(items) == TOGETHER else None
+        items = [item, *self._first(together - 1)]
+        members = free[:together]  # those used longest ago, so that the same ones meet again
+        several = self._several(members) if len(items) == together else None
         if several is None:
             return False
-        del free[:TOGETHER]
+        del free[:together]
         try:
             queued = self._queue(self._fills, members, items, several)
         except BaseException:
@@ -151,8 +163,19 @@ class BatchesAhead:
             free.extend(members)
             self._unchanged = 0
             return False
+        self._calls += 1
         self._ready.extend((each, several.count) for each in members)
         return True
+
+    def _number(self) -> int:
+        """How many batches one call queues; 0 if none does, or their size is not known yet."""
+        if not self._size and self._free:
+            self._size = _bytes_of(self._free[0])
+        if self._size > MOST_BYTES:
+            self._unchanged = -sys.maxsize  # it does not become smaller
+        if not 0 < self._size <= MOST_BYTES:
+            return 0
+        return MANY if self._calls >= 2 and self._size <= MANY_BYTES else FEW
 
     def _several(self, members: list[Buffers]) -> QueuedSeveral | None:
         """What one call queues in these buffers, the first unused ones; None if it cannot, or not yet."""
@@ -163,14 +186,10 @@ class BatchesAhead:
                 self._free.append(self._free.pop(place))  # is filled next, after which it may be
                 return None
             batches.append(batch)
-        size = sum(each.numel() * each.element_size() for each in tensors_of(members[0].batch))
-        if size > MOST_BYTES:
-            self._unchanged = -sys.maxsize  # it does not become smaller
-            return None
         key = tuple(map(id, batches))
         found = self._kept.get(key)
         if found is None:
             if len(self._kept) == _MOST_KEPT:
                 self._kept.clear()
-            found = self._kept[key] = QueuedSeveral(batches, joins=size <= JOINED_BYTES)
+            found = self._kept[key] = QueuedSeveral(batches, joins=len(batches) * self._size <= MANY_BYTES)
         return found

@@ -220,6 +220,11 @@ class Collector:
         return not self.source.waits and self.mover.is_quick(count)
 
     @property
+    def region(self) -> Region:
+        """The memory of the first table."""
+        return self.source.tables[0]._engine.region
+
+    @property
     def regions(self) -> list[Region]:
         """The memory that a GPU may read for a batch."""
         return [table._engine.region for table in self.source.tables]

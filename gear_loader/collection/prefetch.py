@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import os
 import queue
 import sys
@@ -31,9 +30,9 @@ from gear_loader.storage.queued import QueuedSeveral
 from gear_loader.storage.ragged import Ragged
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.background import background_thread, is_ending, stop_at_end
-from gear_loader.utils.captures import beside_captures, refuse_capture
+from gear_loader.utils.captures import beside_captures, consumer_of
 from gear_loader.utils.mutex import holds_any
-from gear_loader.utils.streams import current_stream, on_stream, own_stream
+from gear_loader.utils.streams import on_stream, own_stream
 from gear_loader.utils.waiting import Interrupted, interruptible
 
 Item = TypeVar("Item")
@@ -145,11 +144,10 @@ class Prefetcher:
         self, fill: Callable[[Buffers, Item], int], item: Item, queue: Callable[..., bool] | None = None
     ) -> Batch:
         """Fill and deliver one batch now. Arguments as of `batches`."""
-        if self._stream is not None:
-            refuse_capture(self.collector.device, "a batch")
-        self._recycle()
+        consumer = None if self._stream is None else self._begin()
+        self._recycle(consumer)
         buffers = self._take()
-        return self._deliver(buffers, self._run(fill, buffers, item, queue))
+        return self._deliver(buffers, self._run(fill, buffers, item, queue), consumer)
 
     def batches(
         self,
@@ -196,21 +194,23 @@ class Prefetcher:
             items = ahead.items
         try:
             while ready or more:
-                self._check_process()
-                refuse_capture(self.collector.device, "a batch")
-                self._recycle()  # the consumer has asked for one more
+                consumer = self._begin()
+                self._recycle(consumer)  # who has asked for one more
                 try:
-                    for item in itertools.islice(items, self._prefetch + 1 - len(ready) if more else 0):
+                    while more and len(ready) <= self._prefetch:
+                        item: Any = next(items, _END)
+                        if item is _END:
+                            more = False
+                            break
                         found = None if ahead is None else ahead.next(item)
                         if found is None:
                             buffers = self._take()
                             found = buffers, self._run(fill, buffers, item, queue)
                         ready.append(found)
-                    more = len(ready) > self._prefetch
                 except Exception as error:  # raised after the ready batches
                     more, failure = False, error
                 if ready:
-                    yield self._deliver(*ready.popleft())
+                    yield self._deliver(*ready.popleft(), consumer)
         finally:
             if ahead is not None and os.getpid() == self._pid:
                 ahead.close()
@@ -237,8 +237,7 @@ class Prefetcher:
         self._thread.start()
         self._starts = 0
         while True:
-            self._check_process()
-            refuse_capture(self.collector.device, "a batch")
+            consumer = self._begin()
             signal = signals.get()
             stop_at_end()
             if signal is _STOP or self._stopped:
@@ -246,17 +245,20 @@ class Prefetcher:
             if isinstance(signal, BaseException):
                 raise signal
             # The consumer has requested one more batch: recycle the oldest and order the next.
-            self._recycle()
+            self._recycle(consumer)
             self._orders.put(_Order(self._take(), fill, items))
-            yield self._deliver(*self._ready.popleft())
+            yield self._deliver(*self._ready.popleft(), consumer)
 
-    def _check_process(self) -> None:
+    def _begin(self) -> torch.cuda.Stream | None:
+        """The stream of the consumer, who asks for a batch; None on the CPU. An error if there can be none."""
         if os.getpid() != self._pid:
             raise GearError(
                 f"An iterator of process {self._pid} was continued in process {os.getpid()}, a forked child without "
                 "the thread that prefetches its batches, and without its GPU. Make a new iterator in the child, with "
                 "device='cpu', or start the child with spawn."
             )
+        device = self.collector.device
+        return consumer_of(device, "a batch") if device.type == "cuda" else None
 
     def _work(self, signals: queue.SimpleQueue[BaseException | object]) -> None:
         """Main function of the thread."""
@@ -405,7 +407,7 @@ class Prefetcher:
         releaser = self._releaser
         if releaser is None or self._stream is None or self._copies:
             return 0
-        batch, region = buffers.queued(self._stream), self.collector.regions[0]
+        batch, region = buffers.queued(self._stream), self.collector.region
         if batch is None or region.device_memory is not None:  # which has work of its own to come after
             return 0
         with region.using(), on_device(self.collector.device):
@@ -421,7 +423,7 @@ class Prefetcher:
         self, fills: Fills, members: Sequence[Buffers], items: Sequence[Any], batches: QueuedSeveral
     ) -> bool:
         """`_queue` for several buffers."""
-        releaser, region = self._releaser, self.collector.regions[0]
+        releaser, region = self._releaser, self.collector.region
         if releaser is None or region.device_memory is not None:
             return False
         with region.using(), on_device(self.collector.device):
@@ -461,14 +463,14 @@ class Prefetcher:
             made: Buffers = self.collector.buffers(shared=self._pool.shared)
             return made
 
-    def _deliver(self, buffers: Buffers, count: int) -> Batch:
+    def _deliver(self, buffers: Buffers, count: int, consumer: torch.cuda.Stream | None) -> Batch:
         gpu = buffers.gpu
         self._last = None if gpu is None else buffers
         ragged = buffers.ragged
-        if gpu is not None:
-            consumer = current_stream(self.collector.device)
+        if gpu is not None and consumer is not None:
             consumer.wait_event(gpu.filled)
-            _record(ragged, consumer)
+            if ragged:
+                _record(ragged, consumer)
             copy, gpu.copy = gpu.copy, None
             if copy is not None:
                 _record(copy, consumer)
@@ -508,9 +510,7 @@ class Prefetcher:
             return tuple(found.numpy())
         return tuple(batch[key].cpu().numpy() for key in ROW_KEYS)
 
-    def _recycle(self) -> None:
-        if self._stream is not None:
-            self._check_process()
+    def _recycle(self, consumer: torch.cuda.Stream | None) -> None:
         delivered, free = self._delivered, self._pool.free
         if free and len(delivered) == 1 and self._stream is None:
             return  # the last batch, which a loop mostly holds until it has the next
@@ -522,8 +522,9 @@ class Prefetcher:
             if self._lends and buffers.references is not None and buffers.references.held:
                 held.append(buffers)
                 continue
-            if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies were delivered
-                buffers.gpu.released.record(current_stream(self.collector.device))
+            gpu = buffers.gpu
+            if gpu is not None and gpu.consumers:  # else only copies were delivered
+                gpu.released.record(consumer)
             free.append(buffers)
         if held:  # the memory of the oldest is freed when nothing refers to it any longer
             most = getattr(self._pool.shared, "most_held", _MOST_HELD)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -127,8 +126,10 @@ class TicketReleaser:
             self._remove(entry)
 
     def _remove(self, entry: Reading) -> None:
-        with contextlib.suppress(ValueError):  # another thread has released it meanwhile
+        try:
             self._entries.remove(entry)
+        except ValueError:
+            return  # another thread has released it meanwhile
 
     def _work(self) -> None:
         torch.cuda.set_device(self._device)  # for this thread; else waiting would make a context on GPU 0

@@ -75,12 +75,13 @@ class Filler:
         self, members: Sequence[Buffers], items: Sequence[tuple[Draw, Any]], batches: QueuedSeveral
     ) -> bool:
         """`queue` for several batches: all of them, or none."""
-        if any(frozen is not None for _, frozen in items):
+        draws = [draw for draw, frozen in items if frozen is None]
+        if len(draws) < len(items):
             return False
         selection, prefetcher = self._selection(), self._prefetcher
         ticket = selection.new_ticket()
         try:
-            if not selection.queue_several([draw for draw, _ in items], batches, ticket):
+            if not selection.queue_several(draws, batches, ticket):
                 return False
             prefetcher.release(members[-1], ticket, members[:-1])
         except BaseException:

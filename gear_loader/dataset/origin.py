@@ -72,10 +72,12 @@ class Origin:
     @property
     def is_shared(self) -> bool:
         """Whether other ranks, each with a selection of its own, may draw from the table."""
+        if self.table.name is None:
+            return False
         ranks = self.ranks.world_size or 1
         if _DISTRIBUTED and torch.distributed.is_initialized():
             ranks = max(ranks, torch.distributed.get_world_size())
-        return ranks > 1 and self.table.name is not None
+        return ranks > 1
 
     def seed(self, seed: int) -> int:
         """The seed of the draws of this rank."""

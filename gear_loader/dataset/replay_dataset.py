@@ -865,19 +865,18 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._origin.is_shared and isinstance(selection, PrioritizedSelection):
             self._share(selection)
         index = as_mapping(index)
-        if isinstance(index, Mapping):
+        if isinstance(index, (dict, Mapping)):
             index, generation, anchor, shard = self._names(index, generation, anchor, shard)
-        names: dict[str, Any] = {"generation": generation, "anchor": anchor}
-        if self._is_global:
-            names["shard"] = shard
-        elif shard is not None:
+        is_global = self._is_global
+        if shard is not None and not is_global:
             raise SchemaError(
                 "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
             )
         refuse_capture(self.device, "an update")
-        ours = stale == "ignore" and not self._is_global
+        ours = stale == "ignore" and not is_global
         if ours and selection.queue_update(index, priority, generation, anchor):
             return
+        names = {"generation": generation, "anchor": anchor} | ({"shard": shard} if is_global else {})
         with beside_captures(self.device):  # tensors may be copied to the host
             selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
 
@@ -950,7 +949,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"{f', in which {missing} is missing' if missing else ', together with generation or anchor'}; "
                 "expected a whole batch alone, or batch['index'] with generation and anchor. Nothing was changed."
             )
-        anchor, shard = (batch[name] if name in wanted else None for name in ("anchor", "shard"))
+        anchor = batch["anchor"] if "anchor" in wanted else None
+        shard = batch["shard"] if "shard" in wanted else None
         return batch["index"], batch["generation"], anchor, shard
 
     def rebalance(

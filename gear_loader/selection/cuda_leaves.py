@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,7 +142,7 @@ class CudaLeaves:
         if self.may_leave_range:
             copy(self.out_of_range, self.cut)
 
-    @property
+    @functools.cached_property
     def reports(self) -> tuple[int, int, Array]:
         """What tells compiled loops of errors that the GPU has reported, as `queue_drawn` takes it."""
         return self._last.cuda_event, self.status.data_ptr(), self._clean
@@ -312,6 +313,8 @@ class UpdateSlot:
         self._copies: Array = np.array(
             [(part.data_ptr(), 0, part.numel() * part.element_size()) for part in given], dtype=np.int64
         )
+        words: Any = self._copies.reshape(-1)
+        self._sources = memoryview(words)  # numpy takes ten times as long to store a number
 
     def fill(self, parts: Parts, consumer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
         """Queue copies of an update's tensors on the consumer's stream, the current one, for an update on `stream`.
@@ -344,7 +347,8 @@ class UpdateSlot:
         Args:
             sources: addresses of the tensors that are given.
         """
-        self._copies[:, 1] = sources
+        for i, source in enumerate(sources):
+            self._sources[3 * i + 1] = source
         return self._copies
 
     def copy(self, parts: Parts) -> None:
@@ -361,10 +365,10 @@ class UpdateSlots:
         self._slots: collections.OrderedDict[tuple[object, ...], collections.deque[UpdateSlot]]
         self._slots = collections.OrderedDict()
 
-    def next_of(self, parts: Parts) -> UpdateSlot | None:
-        """What `take` would return; None if that would be a new one."""
+    def of(self, parts: Parts) -> collections.deque[UpdateSlot] | None:
+        """The slots of which `take` would return the first, and put it at the end; None if it would make one."""
         slots = self._slots.get(self._kind(parts))
-        return slots[0] if slots is not None and len(slots) == _SLOTS else None
+        return slots if slots is not None and len(slots) == _SLOTS else None
 
     @staticmethod
     def _kind(parts: Parts) -> tuple[object, ...]:

@@ -127,7 +127,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             stream, position, copy = self._stream, priorities.items.position, 0
             if stream is None or stream.cuda_stream != batch.stream:
                 return False
-            if priorities.unset is not None or self.history.pending or len(context.table) == 0:
+            if priorities.unset is not None or self.history.pending or reader.arrays.num_ready() == 0:
                 return False
             if draw.epoch < SAMPLE_EPOCH:
                 if position != reader.position:
@@ -295,12 +295,12 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         if sources is None:
             return False
         with self.priorities.mutex, self.context.table._engine.region.using(), on_device(self._device):
-            priorities, slot = self.priorities, self._updates.next_of(parts)
-            if slot is None or self._stream is None or priorities.unset is not None:
+            priorities, slots = self.priorities, self._updates.of(parts)
+            if slots is None or self._stream is None or priorities.unset is not None:
                 return False
             if priorities.items.position != self.context.table._engine.reader().position:
                 return False
-            consumer, stream = current_stream(self._device), self._stream
+            consumer, stream, slot = current_stream(self._device), self._stream, slots[0]
             update = slot.queued(consumer, stream)
             if update is None:
                 return False
@@ -312,7 +312,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 return False
             if result == REFUSED:
                 raise RuntimeError(f"CUDA could not queue an update: the driver returned {update.code}.")
-            self._updates.take(parts)
+            slots.rotate(-1)
             if not self._at_once:
                 leaves.launch_update()
         return True

@@ -112,11 +112,10 @@ class SnapshotSelection(Selection):
         return self._items[1]
 
     def queue_several(self, draws: Sequence[Draw], batches: QueuedSeveral, ticket: Ticket) -> bool:
-        first = draws[0]
-        if any(
-            (each.seed, each.epoch, each.count) != (first.seed, first.epoch, first.count) for each in draws
-        ):
-            return False
+        seed, epoch, count = draws[0].seed, draws[0].epoch, draws[0].count
+        for each in draws:
+            if each.epoch != epoch or each.count != count or each.seed != seed:
+                return False
         return self._queue(draws, batches, ticket)
 
     def _queue(self, draws: Sequence[Draw], batch: QueuedBatch | QueuedSeveral, ticket: Ticket) -> bool:

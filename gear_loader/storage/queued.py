@@ -189,18 +189,18 @@ class QueuedDraw(QueuedPadded):
     ) -> None:
         super().__init__(*given, **options)
         self.memory, self.begin = memory, begin
-        self._joined: list[tuple[LaunchGraph, LaunchGraph | None]] = []
+        self._joined: dict[LaunchGraph, LaunchGraph | None] = {}
         self._tell(loops.RANDOM, draw[0])
         self._tell(loops.BETA, draw[1])
         self.words[[loops.MEMORY, loops.BYTES]] = memory.data_ptr(), memory.numel()
 
     def joined(self, update: QueuedUpdate) -> int:
         """Handle of a graph of an update and this batch; 0 if there is none."""
-        found = next((joined for graph, joined in self._joined if graph is update.graph), None)
-        if found is None and len(self._joined) < _MOST_JOINED:
+        graph, made = update.graph, self._joined
+        found = made.get(graph)
+        if found is None and graph not in made and len(made) < _MOST_JOINED:
             with RelaxedMode():
-                found = join(update.graph, self.graph)
-            self._joined.append((update.graph, found))
+                found = made[graph] = join(graph, self.graph)
         return 0 if found is None else found.handle
 
 

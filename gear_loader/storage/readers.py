@@ -37,7 +37,7 @@ class Ticket:
         self.number = next(_numbers)
         self.row = -1
         self.counted = 0
-        self._pid = os.getpid()
+        self._pid = (_own or _here())[0]
         self._readers: Readers | None = None
 
     def __del__(self) -> None:
@@ -76,7 +76,7 @@ class Ticket:
     def end(self) -> None:
         """Release the ticket; idempotent. Takes no lock."""
         readers = self._readers
-        if readers is None or self._pid != os.getpid():
+        if readers is None or self._pid != (_own or _here())[0]:
             return  # in a forked child the region may not be mapped, see `Region.pin`
         if self.row >= 0:
             readers.arrays.operations.end_read(readers.arrays.where, self.row, self.number)

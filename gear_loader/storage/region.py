@@ -651,10 +651,11 @@ class _Using:
         self._region, self._mapping, self._taken = region, mapping, False
 
     def __enter__(self) -> Any:
-        mapping = self._mapping
+        mapping, region = self._mapping, self._region
         try:
             with shared_memory.guard:
-                self._region._view()
+                if region.bytes is None or mapping.is_lost:
+                    raise region.absence()
                 mapping.users += 1
                 self._taken = True
         finally:
@@ -665,7 +666,17 @@ class _Using:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._give_back()
+        mapping = self._mapping
+        with shared_memory.guard:
+            if (
+                self._taken and mapping.users > 1 and mapping.pinning is None
+            ):  # others use it, and nothing ends
+                self._taken = False
+                mapping.users -= 1
+        if self._taken:
+            self._give_back()
+        elif mapping.released:  # meanwhile, by the garbage collector
+            mapping.sweep()
 
     def __del__(self) -> None:
         self._give_back()

@@ -11,7 +11,7 @@ import torch
 from gear_loader.errors import GpuError
 from gear_loader.utils import driver
 from gear_loader.utils.notices import notice
-from gear_loader.utils.streams import current_handle
+from gear_loader.utils.streams import current_stream
 
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: no call of any thread ends a capture."""
@@ -62,15 +62,20 @@ def beside_captures(device: torch.device) -> contextlib.AbstractContextManager[N
 
 def refuse_capture(device: torch.device, what: str) -> None:
     """Raise GpuError if the current stream is capturing a CUDA graph, into which `what` cannot be taken."""
-    library = driver.library()
-    if library is None or device.type != "cuda":
-        return
-    status = ctypes.c_int()
-    # An error is left to the call that comes next: it says more.
-    library.cuStreamIsCapturing(current_handle(device), ctypes.byref(status))
+    if device.type == "cuda":
+        consumer_of(device, what)
+
+
+def consumer_of(device: torch.device, what: str) -> torch.cuda.Stream:
+    """The current stream of a GPU, which gets `what`; raises as `refuse_capture`."""
+    library, stream, status = driver.library(), current_stream(device), ctypes.c_int()
+    if library is not None:
+        # An error is left to the call that comes next: it says more.
+        library.cuStreamIsCapturing(stream.cuda_stream, ctypes.byref(status))
     if status.value:
         raise GpuError(
             f"The current stream of {device} is capturing a CUDA graph, and {what} cannot be part of one. Call it "
             "before the capture begins, and let the graph read tensors of yours that the batch is copied into. Nothing "
             "was changed."
         )
+    return stream

@@ -34,13 +34,6 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def current_handle(device: torch.device) -> int:
-    """The driver's handle of `current_stream`."""
-    if _raw_stream is None or device.index is None:
-        return int(torch.cuda.current_stream(device).cuda_stream)
-    return int(_raw_stream(device.index))
-
-
 @contextlib.contextmanager
 def on_stream(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
     """Make a device and one of its streams the current ones. Does not wait for the GPU."""

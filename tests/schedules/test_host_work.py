@@ -20,8 +20,9 @@ from streams import graphs
 from streams.cuda import Cuda
 
 import gear_loader as gear
-from gear_loader.collection.batches_ahead import BatchesAhead
+from gear_loader.collection.batches_ahead import MANY, BatchesAhead
 from gear_loader.collection.ticket_releaser import TicketReleaser
+from gear_loader.dataset.batch_filler import Filler
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
@@ -41,9 +42,9 @@ def work(cuda: Cuda, data: gear.ReplayDataset, *, updates: bool = False) -> dict
     cuda.threads.frequency = 0.0
     before: collections.Counter[str] = collections.Counter()
     for number, batch in enumerate(data):
-        if number == 30:
+        if number == 40:
             before = collections.Counter(cuda.machine.counts)
-        if number == 38:
+        if number == 48:
             break
         if updates:
             data.update_priority(batch, torch.ones(4, device="cuda:1"))
@@ -55,7 +56,7 @@ def of_table(sampler: Any, updates: bool, **options: Any) -> dict[str, float]:
     cuda = Cuda(0, "eager")
     cuda.refuse_pinning = options.pop("staged", False)
     with cuda.installed(), made_table(packed=options.pop("packed", False)) as table:
-        options = {"windows": WINDOWS, "batches_per_epoch": 60, "sampler": sampler} | options
+        options = {"windows": WINDOWS, "batches_per_epoch": 72, "sampler": sampler} | options
         data = gear.ReplayDataset(table, **nested({"batch_size": 4, "device": "cuda:1", **options}))
         found = work(cuda, data, updates=updates)
         del data
@@ -74,7 +75,7 @@ def check(found: dict[str, float], copies: tuple[float, float], kernels: dict[st
 @pytest.mark.parametrize(
     ("options", "copies", "kernels"),
     [
-        ({}, 1, {"gather": 1, "clone": 0, "replays": 0.25}),
+        ({}, 1, {"gather": 1, "clone": 0, "replays": 1 / 8}),
         ({"packed": True}, 1, {"gather": 1, "split": 1, "clone": 0}),
         ({"sample_info": True}, 1, {"gather": 1}),
         ({"windows": {**WINDOWS, "task": None}}, 1, {"gather": 2}),
@@ -296,8 +297,8 @@ def num_sampled(table: gear.Table) -> int:
 
 def test_batches_queued_ahead_are_those_of_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the table, the anchor or the iteration's end comes between; as many rows count as sampled."""
-    cuda, found = Cuda(0, "eager"), collections.Counter[str]()
-    next_here, discard_here = BatchesAhead.next, BatchesAhead.discard
+    cuda, found = Cuda(0, "eager"), collections.Counter[Any]()
+    next_here, discard_here, several_here = BatchesAhead.next, BatchesAhead.discard, Filler.queue_several
 
     def following(self: BatchesAhead, item: Any) -> Any:
         batch = next_here(self, item)
@@ -308,8 +309,13 @@ def test_batches_queued_ahead_are_those_of_one_at_a_time(monkeypatch: pytest.Mon
         found["discarded"] += len(self._ready)
         discard_here(self)
 
+    def several(self: Filler, members: Any, *given: Any) -> bool:
+        found[len(members)] += 1
+        return several_here(self, members, *given)
+
     monkeypatch.setattr(BatchesAhead, "next", following)
     monkeypatch.setattr(BatchesAhead, "discard", discard)
+    monkeypatch.setattr(Filler, "queue_several", several)
     with cuda.installed(), made_table() as table:
         cuda.threads.frequency = 0.0
         options: dict[str, Any] = {"batch_size": 4, "windows": WINDOWS, "batches_per_epoch": 200}
@@ -317,17 +323,18 @@ def test_batches_queued_ahead_are_those_of_one_at_a_time(monkeypatch: pytest.Mon
         first = num_sampled(table)
         for number, (batch, other) in enumerate(zip(data, host, strict=True)):
             compare(number, on_host(cloned(dict(batch))), dict(other))
-            if number % 23 == 22:
+            if number in (22, 80, 103):
                 table.add(rows_of(FIRST + number))
-            if number == 71:
+            if number == 69:
                 data.anchor = host.anchor = "first"
-            if number == 98:
+            if number == 118:
                 break
         assert found["ahead"] > 30
         assert found["discarded"] > 2
+        assert found[MANY] > 1  # at a time, since nothing has changed for long
         del batch, other
         gc.collect()
-        assert num_sampled(table) - first == 2 * (99 + data.prefetch) * 4
+        assert num_sampled(table) - first == 2 * (119 + data.prefetch) * 4
         del data, host
         gc.collect()
     cuda.check()
