@@ -206,11 +206,8 @@ def copy_past_caches(target, source, count) -> None:  # type: ignore[no-untyped-
     """`copy_bytes` of which all whole lines are written past the caches; the caller calls `order_stores` at its end."""
     done = min(-target % 64, count)
     copy_bytes(target, source, done)
-    while done + 64 + _BYTES_AHEAD <= count:
-        prefetch(source + done + _BYTES_AHEAD)
-        _stream_line(target + done, source + done)
-        done += 64
     while done + 64 <= count:
+        prefetch(source + min(done + _BYTES_AHEAD, count - 1))  # one loop: it is compiled into many others
         _stream_line(target + done, source + done)
         done += 64
     copy_bytes(target + done, source + done, count - done)
