@@ -243,8 +243,11 @@ def promote(pair: Pair, first: int, second: int) -> None:
 def die(pair: Pair, first: int, second: int) -> None:
     """The owner dies while it spills."""
     tier_common.die_while_spilling(pair.table, first % 31, pair.table.indices()[:: 1 + second % 3])
-    for one in pair.tables:  # both are repaired, so that both hand out free slots in the same order
-        one._engine.index.arrays.counters[DIRTY] = 1
+    # Both are repaired, so that both hand out free slots in the same order: those that readers kept, too.
+    for one in pair.tables:
+        arrays = one._engine.index.arrays
+        one._engine.index.recovery.locked(lambda arrays=arrays: arrays.ops.reclaim(arrays.where))
+        arrays.counters[DIRTY] = 1
         bury(one)
 
 
