@@ -4,7 +4,7 @@ Waking a sleeping thread takes about 80 us on a virtual machine, as long as gath
 into chunks, which all members take from one counter: the caller starts at once, and members that wake up late find
 fewer chunks. If batches follow each other closely (about 0.1 ms of drawing and bookkeeping between them), an idle
 member polls for 0.3 ms before it sleeps, so that it is awake for the next batch. A consumer that works on its batch for
-longer needs the cores, so members sleep at once. The caller gathers batches of up to 2 MiB alone: waking a thread takes
+longer needs the cores, so members sleep at once. The caller gathers batches of up to 1 MiB alone: waking a thread takes
 about as long as half of the copy. Members keep off the caller's processor, where Linux may wake them although others
 are idle: there they would wait until the copy is done.
 
@@ -26,11 +26,10 @@ from gear_loader.utils.arrays import Array, data_address
 
 MAX_THREADS = 1 + sharing.MAX_MEMBERS if system_calls.KNOWN else 1
 _CHUNK_BYTES = 1 << 17
-_ALONE_BYTES = 1 << 21
-"""Largest batch that the caller gathers alone. On two shared cores 32 trajectories of 42 KB took it 98 us at best and
-180 us in the median, with a member 194 us and 488 us; 128 of them took 534 us and 463 us at best.
-Since members keep off the caller's processor, 32 take 90 us with a member instead of 110 after a pause, but 180 instead
-of 134 right after a call of torch, whose threads still poll."""
+_ALONE_BYTES = 1 << 20
+"""Largest batch that the caller gathers alone. On two cores, loops that ask at once take for 32 trajectories of 42 KB
+140 us with a member and 247 without, for 1,024 windows of 1.9 KB 370 and 540. After a pause of 2 ms, or a call of torch
+whose threads still poll, the first take about as long either way, and the windows 0.8 of the time."""
 
 
 class _ThreadPool:
