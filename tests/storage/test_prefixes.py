@@ -135,12 +135,13 @@ def beside_a_twin(columns: dict[str, gear.Column], on_full: Any, seed: int, path
             assert prefix is None or prefix in live, "evicted for what begins with it"
             seen = live if number % 20 == 0 else {slot, *random.choice(live, 2).tolist()}
             assert all(same(table[int(index)], known[int(index)][0]) for index in seen)
-            inside = live[table._engine.index.arrays.extent[live, 1] >= 0]
-            used = len({id(b) for i in inside for b in known[int(i)][1]})
+            found = used = -1
+            while found < 0 or table.stats().blocks_in_use != found:  # a disk tier makes room meanwhile
+                found = table.stats().blocks_in_use
+                inside = live[table._engine.index.arrays.extent[live, 1] >= 0]
+                used = len({id(b) for i in inside for b in known[int(i)][1]})
             # With a tier those of trajectories that have in common what others began with, which have left, are apart.
-            assert table.stats().blocks_in_use == used or (
-                path is not None and table.stats().blocks_in_use > used
-            )
+            assert found == used or (path is not None and found > used)
             table.check_valid()
             for index, generation in forgotten[-3:]:
                 with pytest.raises(StaleIndexError):
@@ -148,9 +149,9 @@ def beside_a_twin(columns: dict[str, gear.Column], on_full: Any, seed: int, path
         if path is not None:
             assert table._engine.num_spilled > 0
             table.save(path)
-            found = gear.Table.load(path, max_blocks=400)
-            for index, slot in zip(found.indices(), table.indices(), strict=True):
-                assert same(found[int(index)], known[int(slot)][0])
+            loaded = gear.Table.load(path, max_blocks=400)
+            for index, slot in zip(loaded.indices(), table.indices(), strict=True):
+                assert same(loaded[int(index)], known[int(slot)][0])
         table.remove(table.indices())
         assert table.stats().blocks_in_use == 0
         table.check_valid()
