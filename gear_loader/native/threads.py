@@ -103,13 +103,12 @@ def gather(
         As `gear_loader.native.gathering.gather`.
     """
     count = len(slots)
-    if count > 1 and count * row_bytes > alone_bytes():
+    if not alone(count, row_bytes):
         job = _job(columns, slots, anchors, extent, ids, block_steps, rows)
         bad = _share(job, count, count * row_bytes)
         if bad != sharing.BUSY:
             return bad
-    alone: int = gathering.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
-    return alone
+    return int(gathering.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows))
 
 
 def gather_packed(
@@ -146,8 +145,7 @@ def gather_packed(
         if bad != sharing.BUSY:
             return bad
     index = extent, ids, block_steps
-    alone: int = packed.gather_packed(columns, once, slots, spans, starts, *index, position, streams, rows)
-    return alone
+    return int(packed.gather_packed(columns, once, slots, spans, starts, *index, position, streams, rows))
 
 
 def _job(
