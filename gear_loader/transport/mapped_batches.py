@@ -138,7 +138,12 @@ class MappedAnswers:
     def _open(self, place: Any) -> Array:
         number, device, inode, size = map(int, place)
         # Looked at before it is opened: to open a device or a pipe may have effects.
-        found = os.open(f"{self._process}/{number}", os.O_PATH | os.O_CLOEXEC)
+        try:
+            found = os.open(f"{self._process}/{number}", os.O_PATH | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+            raise ConnectionResetError(
+                f"The server has ended, or closed a file that its answer names ({error})."
+            ) from None
         try:
             status = os.fstat(found)
             known = status.st_dev, status.st_ino, status.st_size
@@ -161,6 +166,7 @@ class MappedAnswers:
         """The bytes of a file that an answer names, uint8 [n]; the answer is `ended` once nothing refers to its views.
 
         Raises:
+            ConnectionResetError: the server has ended since it answered.
             OSError, TypeError, ValueError: the file cannot be mapped, or no file is named.
         """
         _, device, inode, _ = place

@@ -173,6 +173,7 @@ class TreeReader:
 
         Raises:
             ProtocolError: invalid, or a tensor beyond the memory.
+            ConnectionError: as `view` raises it.
         """
         node = self._known.get(text)
         if node is None:
@@ -223,6 +224,8 @@ def _read(node: Any, memory: Array, view: View | None, depth: int) -> Any:
         if kind == "r":
             values, offsets, shape = value
             return Ragged(_tensor(memory, *values["t"]), _tensor(memory, *offsets["t"]), tuple(shape))
+    except ConnectionError:
+        raise
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
         raise ProtocolError(f"A tree of values is invalid ({type(error).__name__}: {error}).") from None
     raise ProtocolError(f"A tree of values has {str(kind)[:20]!r}; expected one of 'bdfmrstxy'.")

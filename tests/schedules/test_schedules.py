@@ -146,10 +146,11 @@ def test_batches_are_those_of_the_cpu_in_any_order_of_work(name: str) -> None:
 
 
 def parts(name: str) -> list[Any]:
-    """The seeds of the long tests of a case: two in CI, and eight at a time."""
-    first = pytest.param(name, 0, 2, marks=pytest.mark.long)
+    """The seeds of the long tests of a case: those of the short test, or two, in CI, and eight at a time."""
+    few = max(2, CASES[name].short)
+    first = pytest.param(name, 0, few, marks=pytest.mark.long)
     marks = [pytest.mark.long, pytest.mark.exhaustive]
-    return [first, *(pytest.param(name, at, 8, marks=marks) for at in range(2, CASES[name].long, 8))]
+    return [first, *(pytest.param(name, at, 8, marks=marks) for at in range(few, CASES[name].long, 8))]
 
 
 @pytest.mark.parametrize(("name", "at", "count"), [part for name in CASES for part in parts(name)])

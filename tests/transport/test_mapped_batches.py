@@ -198,6 +198,31 @@ def test_a_killed_server_leaves_the_batches_that_a_learner_maps(monkeypatch: pyt
             again.stop()
 
 
+def test_a_server_that_ends_before_its_answer_is_mapped_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled() as table:
+        servers = [table.serve(allow="all")]
+        (server,) = servers
+        with gear.connect(server.url, secret=server.secret, timeout=60) as remote:
+            big = {"windows": gear.Window(4000), "batch_size": 40, "batches_per_epoch": 4}
+            batches, expected = iter(dataset(remote, **big)), iter(dataset(table, **big))
+            held = [next(batches)]
+            opened = mapped_batches.MappedAnswers._open
+
+            def late(self: Any, place: Any) -> Any:
+                if len(servers) == 1:
+                    os.kill(server.pid, signal.SIGKILL)
+                    server.stop()
+                    port = int(server.url.rpartition(":")[2].partition("/")[0])
+                    servers.append(table.serve(allow="all", port=port, secret=server.secret))
+                return opened(self, place)
+
+            monkeypatch.setattr(mapped_batches.MappedAnswers, "_open", late)
+            for each in [*held, *batches]:
+                assert_equal(next(expected), each)
+            assert len(servers) == 2
+            servers[1].stop()
+
+
 def test_prefetched_batches_take_no_more_than_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_batches.MappedMemory, "describe", lambda _: None)  # through the network
     big: dict[str, Any] = {"windows": gear.Window(4000), "batch_size": 40, "batches_per_epoch": 12}
