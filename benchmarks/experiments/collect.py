@@ -24,6 +24,7 @@ import functools
 import io
 import itertools
 import os
+import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -106,7 +107,10 @@ def command(
 
 
 def sources_of(revision: str) -> Path:
-    """A folder with the `gear_loader` of a commit. It is kept, with the machine code that numba makes of it."""
+    """A folder with the `gear_loader` of a commit. It is kept, with the machine code that numba makes of it.
+
+    It begins with the machine code of this tree: numba takes that of the loops that have not changed since.
+    """
     git = ["git", "-C", str(machine.ROOT)]
     named = subprocess.run(
         [*git, "rev-parse", "--verify", f"{revision}^{{commit}}"], capture_output=True, text=True
@@ -125,6 +129,10 @@ def sources_of(revision: str) -> Path:
             tarfile.open(fileobj=io.BytesIO(packed.stdout)) as tar,
         ):
             tar.extractall(Path(made) / "all", filter="tar")
+            for code in machine.ROOT.glob("gear_loader/**/*.nb[ci]"):
+                kept = Path(made) / "all" / code.relative_to(machine.ROOT)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(code, kept)
             with contextlib.suppress(OSError):  # another process was faster
                 (Path(made) / "all").rename(folder)
     return folder

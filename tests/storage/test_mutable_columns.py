@@ -221,8 +221,8 @@ def test_nothing_is_seen_in_part(way: str, tmp_path: Path) -> None:
             options |= {"windows": gear.Window(40, -20), "prefetch": 2 if way == "prefetched" else 0}
         replay = gear.ReplayDataset(table, **options)
         numbers: set[int] = set()
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
+        begun = time.monotonic()
+        while (passed := time.monotonic() - begun) < 0.7 or (len(numbers) < 8 and passed < 60):
             if way == "packed":
                 for batch in replay:
                     numbers |= uniform(
@@ -243,8 +243,8 @@ def test_nothing_is_seen_in_part(way: str, tmp_path: Path) -> None:
                         {key: torch.stack([row[key] for row in rows]) for key in ("state", "wide")}
                     )
         child.say()
-        assert child.result() > 50
-        assert len(numbers) > 3
+        assert child.result() > 20
+        assert len(numbers) >= 8
         table.check_valid()
 
 
