@@ -21,6 +21,7 @@ gc.disable()  # until all is imported: collections would search it again and aga
 _cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_name, str(min(4, _cores)))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core from what they wait for
 
 os.environ.setdefault("GEAR_LOADER_PEERS", "")  # the benchmarks' peers are not what is tested
 

@@ -6,26 +6,40 @@ priority (alpha 0.6, beta 0.4, with importance weights), in batches of 256. Ours
 over gRPC, with a server of its own process, in the fastest of its settings (see `benchmarks.peers.reverb`), which is
 how a learner reads it. The yardstick, carrier, is a socket that gets ready batches of as many bytes in one piece.
 Each way checks what it gets to the byte before it is measured. Everything is on this machine and shares its cores.
+
+With ``--network namespaces``, as root, the stores are in one network namespace, and learners and writers in another,
+with the bandwidth and latency that one asks for. With ``--writers N`` as many processes add whole trajectories to each
+way's store while batches of it are measured; those of the carrier send as many bytes to a socket. `batch_p50` and
+`batch_p99` are the seconds of one batch, medians over turns; `added`: trajectories that writers added in a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from benchmarks.adding import Crew, Group, specify
 from benchmarks.batches import SEED
-from benchmarks.harness import Session, Variant
-from benchmarks.options import experiment, some_of
+from benchmarks.harness import Medians, Session, Variant
+from benchmarks.nodes.job import Bandwidth, Latency, Network, Node, Placed, check_limits, namespaces
+from benchmarks.options import described, experiment, some_of
 from benchmarks.peers.process import PeerProcess, start
 from benchmarks.workloads import STEPS, W1, Workload
 
 _CARRIER, _REVERB = "carrier", "Reverb, gRPC"
 _MODULES = {_CARRIER: "gear_served", "ours": "gear_served", _REVERB: "reverb"}
+_WRITERS = {
+    _CARRIER: ("carrier", "gear_remote"),
+    "ours": ("ours", "gear_remote"),
+    _REVERB: ("Reverb", "reverb"),
+}
 GOALS = {_REVERB: 5.0}
-"""Shares that ours should reach."""
+"""Shares that ours should reach; between namespaces also 0.9 of the carrier for whole trajectories."""
 WORKLOADS = {"W1": W1.of(4_000), "transitions": dataclasses.replace(STEPS, steps=1, trajectories=20_000)}
 
 
@@ -39,55 +53,148 @@ def command(
     trajectories: Annotated[
         int | None, typer.Option(min=16, help="4,000 of W1 and 20,000 transitions by default.")
     ] = None,
+    writers: Annotated[int, described("Processes that add meanwhile.", min=0, max=64)] = 0,
+    network: Placed = Network.processes,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
 ) -> None:
     """Batches of a learner from a table of another process, beside Reverb's client and a bare socket."""
     chosen = some_of(parts, tuple(WORKLOADS), "--parts")
-    session.configure(batch=batch, parts=chosen, trajectories=trajectories, seed=SEED)
-    launches = {
-        name: functools.partial(start, session.peers, "batches", module, name, session.threads)
-        for name, module in _MODULES.items()
-    }
-    with session.processes(launches, required=(_CARRIER, "ours")) as processes:
+    check_limits(network, bandwidth, latency)
+    about = {"network": network.value, "bandwidth_gbit": bandwidth, "latency_us": latency, "writers": writers}
+    session.configure(batch=batch, parts=chosen, trajectories=trajectories, seed=SEED, **about)
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if network is Network.namespaces:
+            nodes = Nodes(*stack.enter_context(namespaces(2, bandwidth=bandwidth, latency=latency)))
+        prefix = () if nodes is None else nodes.learner.prefix
+        launches = {
+            name: functools.partial(
+                start, session.peers, "batches", module, name, session.threads, prefix=prefix
+            )
+            for name, module in _MODULES.items()
+        }
+        processes = stack.enter_context(session.processes(launches, required=(_CARRIER, "ours")))
+        crews = {name: stack.enter_context(_crews(session, name, nodes)) for name in processes}
         for part in session.each("remote-sample", chosen, str):
             count = trajectories or (300 if session.quick else WORKLOADS[part].trajectories)
             workload = WORKLOADS[part].of(count)
             found = []
-            for name, process in processes.items():
-                made = functools.partial(_variant, session, name, process, workload, batch)
-                required = name != _REVERB
-                found.append(session.attempt(f"{name}, {part}", made, required=required))
-            variants = [variant for variant in found if variant is not None]
-            others = [variant.name for variant in variants if variant.name == _REVERB]
-            parameters = {"batch": batch, "trajectories": count, "row_bytes": workload.row_bytes}
-            session.compare(part, part, variants, _CARRIER, parameters, others, unit="rows")
+            with contextlib.ExitStack() as groups:
+                for name, process in processes.items():
+                    way = _Way(name, process, workload, batch, nodes, writers)
+                    made = functools.partial(way.variant, session, crews[name], groups)
+                    found.append(session.attempt(f"{name}, {part}", made, required=name != _REVERB))
+                variants = [variant for variant in found if variant is not None]
+                others = [variant.name for variant in variants if variant.name == _REVERB]
+                parameters = {"batch": batch, "trajectories": count, "row_bytes": workload.row_bytes, **about}
+                session.compare(part, part, variants, _CARRIER, parameters, others, unit="rows")
 
 
-def _variant(session: Session, name: str, process: PeerProcess, workload: Workload, batch: int) -> Variant:
-    """One way, filled, and in its fastest setting."""
-    spec: dict[str, Any] = {
-        "columns": {column: list(shape) for column, shape in workload.columns},
-        "steps": workload.steps,
-        "trajectories": workload.trajectories,
-        "window": workload.steps,
-        "seed": SEED,
-    }
-    process.ask("build", spec=spec)
-    setting = process.ask("prepare", batch=batch)["setting"]
+class Nodes(NamedTuple):
+    """Where stores are, and who reads them and writes to them."""
 
-    def timed(batches: int) -> float:
-        return float(process.ask("measure", batches=batches)["seconds"])
+    store: Node
+    learner: Node
 
-    count, short = 4, 0.02 if session.quick else 0.3
-    while (seconds := timed(count)) < short / 4 and count < 1 << 14:
-        count *= 2
-    count = max(2, round(count * short / seconds))
-    return Variant(
-        name,
-        lambda: timed(count),
-        lambda: process.ask("check", times=2) and None,
-        batch,
-        count,
-        {"peer": {**process.about, "setting": setting}} if name == _REVERB else {"setting": setting},
-        GOALS if name == "ours" else {},
-        required=name != _REVERB,
-    )
+
+@contextlib.contextmanager
+def _crews(session: Session, name: str, nodes: Nodes | None) -> Iterator[tuple[Crew, Crew | None]]:
+    """The writers of a way; and what receives the carrier's between namespaces."""
+    kind, module = _WRITERS[name]
+    made = functools.partial(Crew, kind, session.peers if name == _REVERB else None, library=module)
+    crew, store = made(prefix=() if nodes is None else nodes.learner.prefix), None
+    if name == _CARRIER and nodes is not None:
+        store = made(prefix=nodes.store.prefix)
+    try:
+        yield crew, store
+    finally:
+        for each in filter(None, (crew, store)):
+            each.close()
+
+
+@dataclasses.dataclass
+class _Way:
+    """A way of reading: in which process, what, where its store is, and how many write to it meanwhile."""
+
+    name: str
+    process: PeerProcess
+    workload: Workload
+    batch: int
+    nodes: Nodes | None
+    writers: int
+
+    def variant(
+        self, session: Session, crews: tuple[Crew, Crew | None], groups: contextlib.ExitStack
+    ) -> Variant:
+        """It, filled, and in its fastest setting."""
+        address = self.process.ask("build", spec=self._spec())["address"]
+        setting = self.process.ask("prepare", batch=self.batch)["setting"]
+        count, short = 4, 0.02 if session.quick else 0.3
+        while (seconds := self._ask(count)["seconds"]) < short / 4 and count < 1 << 14:
+            count *= 2
+        count = max(2, round(count * short / seconds))
+        group, medians, ours = None, Medians(), self.name == "ours"
+        if self.writers:
+            group = self._group(crews, address)
+            groups.callback(group.close)
+
+        def measure() -> float:
+            nonlocal short
+            if group is None:
+                answer = self._ask(count)
+            else:
+                self.process.send("measure", batches=count)
+                group.start(short)
+                answer = self.process.receive()
+                medians.note(added=group.rate())
+                short = 1.2 * answer["seconds"]  # as long as it takes beside them
+            medians.note(**{each: answer[each] for each in ("batch_p50", "batch_p99")})
+            return float(answer["seconds"])
+
+        goals = (
+            {**GOALS, _CARRIER: 0.9} if self.nodes is not None and self.workload.name == W1.name else GOALS
+        )
+        about: dict[str, Any] = {"setting": setting}
+        if self.name == _REVERB:
+            about = {"peer": {**self.process.about, **about}}
+        return Variant(
+            self.name,
+            measure,
+            self._check,
+            self.batch,
+            count,
+            about,
+            goals if ours else {},
+            required=self.name != _REVERB,
+            extras=medians,
+        )
+
+    def _check(self) -> None:
+        self.process.ask("check", times=2)
+
+    def _ask(self, batches: int) -> dict[str, Any]:
+        return self.process.ask("measure", batches=batches)
+
+    def _spec(self) -> dict[str, Any]:
+        spec: dict[str, Any] = {
+            "columns": {column: list(shape) for column, shape in self.workload.columns},
+            "steps": self.workload.steps,
+            "trajectories": self.workload.trajectories,
+            "window": self.workload.steps,
+            "seed": SEED,
+        }
+        if self.nodes is not None:
+            spec |= {"host": self.nodes.store.host, "namespace": self.nodes.store.prefix[-1]}
+        return spec
+
+    def _group(self, crews: tuple[Crew, Crew | None], address: Any) -> Group:
+        """Writers that add what the store has already, so that what is read can be checked as before."""
+        crew, store = crews
+        spec = specify(self.workload, batch=1, seed=SEED) | {
+            "sources": max(1, self.workload.trajectories // 64)
+        }
+        if self.nodes is not None:
+            spec["host"] = self.nodes.store.host
+        own = None if store is None else store.start()[0]
+        return Group(crew, spec, "whole", self.writers, fill=False, address=address, store=own)

@@ -20,17 +20,24 @@ _TRIES, _TRIED = 2, 8  # how often a setting is tried, with how many batches
 
 
 class Subject(source.Subject):
-    """A store that is filled: `batches()` begins to iterate, without end; `weights(batch)` are importance weights."""
+    """A store that is filled: `batches()` begins to iterate, without end; `weights(batch)` are importance weights.
+
+    host, namespace: where its server listens, if it has one, and the network namespace; of the spec. address: of that
+    server, as writers of `peers.online` take it.
+    """
 
     workload = "W1"  # whose batches it gives
     prioritized = True
     settings: tuple[dict[str, Any], ...] = ({},)  # to choose from
     batch = 0  # rows of a batch, set by `prepare`
+    address: Any = None
     cost = 1  # how many times longer a batch takes about than ours: it is timed over fewer
 
     def __init__(self, source: Source) -> None:
         self.source, self.window = source, int(source.spec["window"])
         self.setting = self.settings[0]
+        self.host = str(source.spec.get("host", "127.0.0.1"))
+        self.namespace = source.spec.get("namespace")
 
     def prepare(self, batch: int) -> dict[str, Any]:
         """Get ready for batches of so many rows, in the setting that is found to be the fastest, and return it."""
@@ -52,8 +59,8 @@ class Subject(source.Subject):
         return {name: np.asarray(batch[name]) for name in self.source.columns}
 
 
-def measure(subject: Subject, batches: int) -> float:
-    """Seconds that so many batches take, after some that are not timed.
+def measure(subject: Subject, batches: int, times: list[float] | None = None) -> float:
+    """Seconds that so many batches take, after some that are not timed. times: gets the moment after each.
 
     As in a user's loop, a batch is let go when the next one has come.
     """
@@ -62,16 +69,18 @@ def measure(subject: Subject, batches: int) -> float:
         next(iterator)
     begin = time.perf_counter()
     for _held in itertools.islice(iterator, batches):
-        pass
+        if times is not None:
+            times.append(time.perf_counter())
     return time.perf_counter() - begin
 
 
 class Worker(source.Worker):
     """Batches of one variant."""
 
-    def build(self, spec: dict[str, Any]) -> None:
+    def build(self, spec: dict[str, Any]) -> dict[str, Any]:
         self.close()  # first gives back what the one before held
         self.held = self.kind(Source(spec))
+        return {"address": self.subject.address}
 
     def prepare(self, batch: int) -> dict[str, Any]:
         return {"setting": self.subject.prepare(batch)}
@@ -91,6 +100,9 @@ class Worker(source.Worker):
         return {"steps": steps, "weights": weights or None}
 
     def measure(self, batches: int) -> dict[str, Any]:
-        """Seconds of so many batches."""
+        """Seconds of so many batches, and of one: 50th and 99th percentile."""
+        times: list[float] = []
         with source.undisturbed():
-            return {"seconds": measure(self.subject, batches)}
+            seconds = measure(self.subject, batches, times)
+        p50, p99 = np.quantile(np.diff(times), (0.5, 0.99)).tolist() if batches > 1 else (seconds, seconds)
+        return {"seconds": seconds, "batch_p50": p50, "batch_p99": p99}

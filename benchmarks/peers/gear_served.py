@@ -18,7 +18,7 @@ import gear_loader as gear
 from benchmarks.peers import batches
 from benchmarks.peers.gear import table_of
 from benchmarks.peers.select import ALPHA, BETA
-from benchmarks.peers.source import Source
+from benchmarks.peers.source import Source, elsewhere
 from gear_loader.errors import RegionError
 
 PACKAGES = MODULES = ("torch", "numpy")
@@ -34,12 +34,16 @@ class Served(batches.Subject):
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         name = f"bench-served-{os.getpid()}-{secrets.token_hex(4)}"
-        self._table = table_of(source.columns, source.lengths, name=name)
+        lengths = np.resize(
+            source.lengths, len(source) + len(source) // 10
+        )  # so that readers may keep what is evicted
+        self._table = table_of(source.columns, lengths, name=name, on_full="evict_oldest")
         for first, stacked in source.stacked(batches.CHUNK):
             count = len(stacked[source.mark])
             given = {"priority": source.priorities[first : first + count]}
             self._table.extend(stacked, lengths=np.full(count, source.steps), **given)
-        self._server = self._table.serve(allow="read")
+        self._server = elsewhere(self.namespace, lambda: self._table.serve(allow="all", host=self.host))
+        self.address = self._server.url, self._server.secret.decode()
         self._remote = gear.connect(self._server.url, secret=self._server.secret)
 
     def batches(self) -> Iterator[Any]:
@@ -89,7 +93,7 @@ class Carrier(batches.Subject):
         self._shapes = {name: values.shape for name, values in made[0].items()}
         ready = [b"".join(values.tobytes() for values in batch.values()) for batch in made]
         self._size = len(ready[0])
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = elsewhere(self.namespace, lambda: socket.create_server((self.host, 0)))
         fork = multiprocessing.get_context("fork")
         self._sender = fork.Process(target=_send_all, args=(listener, ready), daemon=True)
         self._sender.start()

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.peers import batches, checkpoint, episodes, memory, online
 from benchmarks.peers.select import ALPHA, BETA
-from benchmarks.peers.source import Source, Steps
+from benchmarks.peers.source import Source, Steps, elsewhere
 
 PACKAGES = ("dm-reverb", "tensorflow-cpu", "numpy")
 MODULES = ()
@@ -62,10 +62,10 @@ def client_of(port: int, host: str = "localhost") -> Any:
     return reverb.Client(f"{host}:{port}")
 
 
-def samples_of(port: int, in_flight: int, workers: int) -> Any:
-    """A `TrajectoryDataset` on a server of this machine."""
+def samples_of(port: int, in_flight: int, workers: int, host: str = "localhost") -> Any:
+    """A `TrajectoryDataset` on a server."""
     options = {"max_in_flight_samples_per_worker": in_flight, "num_workers_per_iterator": workers}
-    return reverb.TrajectoryDataset.from_table_signature(f"localhost:{port}", "replay", **options)
+    return reverb.TrajectoryDataset.from_table_signature(f"{host}:{port}", "replay", **options)
 
 
 def writer_of(port: int, columns: Any, length: int, host: str = "localhost") -> Any:
@@ -129,10 +129,11 @@ class Batches(batches.Subject):
 
     def __init__(self, source: Source, serve: Callable[[Source], Any] | None = None) -> None:
         super().__init__(source)
-        self._server = (serve or serve_trajectories)(source)
+        self._server = elsewhere(self.namespace, lambda: (serve or serve_trajectories)(source))
+        self.address = self._server.port
 
     def batches(self) -> Iterator[Any]:
-        samples = samples_of(self._server.port, 3 * self.batch, self.setting["workers"])
+        samples = samples_of(self.address, 3 * self.batch, self.setting["workers"], self.host)
         parallel = int(os.environ["OMP_NUM_THREADS"]) if self.setting["parallel"] else None
         ready = samples.batch(self.batch, drop_remainder=True, num_parallel_calls=parallel).prefetch(1)
         for sample in ready.as_numpy_iterator():

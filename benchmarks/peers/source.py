@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 Steps = dict[str, np.ndarray]
+T = TypeVar("T")
+_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 class Source:
@@ -153,6 +157,25 @@ def memory_with(folder: Path) -> int:
             elif ours and line.startswith("Pss:"):
                 mapped += int(line.split()[1]) * 1024
     return memory_of("Pss_Anon") + memory_of("Pss_Shmem") + mapped
+
+
+def elsewhere(namespace: str | None, work: Callable[[], T]) -> T:
+    """What `work` returns, called by a thread in a network namespace; None is this process's own.
+
+    Sockets that it opens and processes that it starts are in that namespace.
+    """
+    if namespace is None:
+        return work()
+
+    def entered() -> T:
+        with open(f"/run/netns/{namespace}", encoding="ascii") as place:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(place.fileno(), _NETWORK):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), place.name)
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(entered).result()
 
 
 @contextlib.contextmanager

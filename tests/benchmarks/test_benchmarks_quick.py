@@ -81,7 +81,7 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         "left out: Reverb: ",
     ),
     "remote-sample": (
-        "--threads 1 --trajectories 300 --batch 64 --peers PEERS",
+        "--threads 1 --trajectories 300 --batch 64 --writers 1 --peers PEERS",
         {key: {"carrier", "ours"} for key in ("W1", "transitions")},
         "left out: Reverb, gRPC: ",
     ),

@@ -189,7 +189,9 @@ def test_many_at_once_are_answered_though_nobody_reads(shelf: tuple[gear.Table, 
         sender = threading.Thread(target=raw.socket.sendall, args=(said,), daemon=True)
         sender.start()
         time.sleep(0.3)
-        raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # else each answer takes milliseconds
+        raw.socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20
+        )  # else each answer takes milliseconds
         slots = slots_in(raw, count)
         sender.join(PATIENCE)
     assert [number_of(table[slot]) for slot in slots] == list(range(count))
