@@ -8,7 +8,6 @@ import contextlib
 import json
 import socket
 import struct
-import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from gear_loader.transport.learner_pipe import LoopPipe, Pipe
 from gear_loader.transport.resources import Resources
 from gear_loader.transport.wire import HEADER, Header, Kind, ProtocolError, check, pack_header
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.background import background_thread
 from gear_loader.utils.provided import provided
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class LearnerCalls:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(finish, error)
 
-        threading.Thread(target=work, name="gear-loader-learner", daemon=True).start()
+        background_thread(work, "gear-loader-learner", stop=self._end).start()
         bye = False
         try:
             await done
@@ -138,16 +138,20 @@ class LearnerCalls:
         finally:
             self._close(bye=bye)
 
-    def _close(self, *, bye: bool) -> None:
+    def _end(self) -> None:
+        """Let the thread end."""
         self._ended = True
-        learner, pipe = self._learner, self._pipe
-        if isinstance(pipe, Pipe) and not isinstance(pipe, LoopPipe):
-            _shut(pipe.connection)
+        if isinstance(self._pipe, Pipe) and not isinstance(self._pipe, LoopPipe):
+            _shut(self._pipe.connection)
+
+    def _close(self, *, bye: bool) -> None:
+        self._end()
+        learner = self._learner
         if learner is None:
             return
         self._resources.learners.left(learner, self)
         if bye:
-            threading.Thread(target=self._resources.learners.end, args=(learner,), daemon=True).start()
+            background_thread(self._resources.learners.end, "gear-loader-learner", args=(learner,)).start()
 
     # ---------------------------------------------------------------- the thread
 

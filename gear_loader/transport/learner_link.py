@@ -44,6 +44,7 @@ from gear_loader.transport.wire import (
     read_error,
 )
 from gear_loader.utils.arrays import Array, data_address
+from gear_loader.utils.background import background_thread
 from gear_loader.utils.notices import notice
 
 _MOST_UNANSWERED = 32  # calls; a server takes twice as many
@@ -344,10 +345,9 @@ class LearnerLink:
         pipe = self._connected()
         size = self._take(*self._message(pipe))
         if size >= AHEAD and self._ahead and self._reader is None and not self._closed:
-            self._reader = threading.Thread(
-                target=self._work, args=(pipe,), name="gear-loader-learner", daemon=True
-            )
-            self._reader.start()
+            reader = background_thread(self._work, "gear-loader-learner", args=(pipe,), stop=self.close)
+            self._reader = reader
+            reader.start()
 
     def _work(self, pipe: Pipe) -> None:
         """Main function of the thread that reads ahead, until the connection ends."""

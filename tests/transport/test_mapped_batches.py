@@ -6,6 +6,8 @@ import copy
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,41 @@ def test_a_server_that_ends_before_its_answer_is_mapped_is_asked_again(
                 assert_equal(next(expected), each)
             assert len(servers) == 2
             servers[1].stop()
+
+
+AT_THE_END = """
+import atexit, threading
+names = lambda: [each.name for each in threading.enumerate() if "learner" in each.name]
+atexit.register(lambda: print(names()))  # called last
+import gear_loader as gear
+from gear_loader.transport.learner_link import LearnerLink
+from gear_loader.transport.urls import url_of
+from learner_common import dataset, filled
+from transport_common import SECRET, serving
+
+LearnerLink.close = lambda self: None  # as the learner of another process would not
+opened = filled()
+table = opened.__enter__()
+served = serving(str(table.name))
+server = served.__enter__()
+remote = gear.connect(url_of(server.address, str(table.name)), secret=SECRET, timeout=20)
+replay = dataset(remote, windows=gear.Window(4000), batch_size=40, batches_per_epoch=1000, prefetch=2)
+next(iter(replay))
+table.unlink()
+print(names())
+"""
+
+
+def test_threads_of_a_server_end_before_the_interpreter() -> None:
+    """PyTorch waits for the GIL in them, which is fatal once the interpreter ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{['gear-loader-learner'] * 2}\n[]\n"), done.stderr
 
 
 def test_prefetched_batches_take_no_more_than_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
