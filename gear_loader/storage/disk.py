@@ -32,7 +32,8 @@ class Disk:
         sync_seconds: seconds between two writes. A trajectory is on disk at most this long after its commit, plus the
             duration of two writes: the one under way and its own (`DiskStats.write_seconds`). A write has the new
             steps, and 72 bytes for each trajectory that was added, removed, drawn or given a priority since the last
-            one; trajectories with overwritten values are written again.
+            one; trajectories with overwritten values are written again. Draws and priorities alone begin no write: they
+            are on disk after the next one that trajectories need, `Table.save` or `Table.close`.
         size: makes the disk a tier below the memory: trajectories that do not fit into the table's `memory` are on disk
             only. The most bytes of steps in its files, an int or a text such as ``"500GiB"``. A write needs more room,
             because the files of the two writes before it stay until it is complete. None: everything is in memory, and

@@ -212,7 +212,7 @@ def test_a_store_that_fails_stops_no_write(tmp_path: Path, monkeypatch: pytest.M
         for slot, known in model.items():
             same(table, slot, known)
         writer._rewrite_at = 0.0
-        table.update_priority([min(model)], [2.0])
+        table.save(tmp_path)
         wait_until(lambda: is_clean(tmp_path) and sum(each.steps for each in segments_of(tmp_path)) == 74)
 
 
