@@ -35,6 +35,12 @@ def mostly_long(
     return found
 
 
+def exhaustive_but(kept: Any, *others: Any) -> list[Any]:
+    """Parameters of a long test: CI runs the first, `make test-all` the others too; a tuple is several arguments."""
+    given = [each if isinstance(each, tuple) else (each,) for each in (kept, *others)]
+    return [pytest.param(*each, marks=[pytest.mark.exhaustive] * (i > 0)) for i, each in enumerate(given)]
+
+
 def amounts(short: Any, long: Any, exhaustive: Any, timeout: float = 300) -> list[Any]:
     """Parameters of one test: how much of something `make test` tries, CI, and `make test-all` alone."""
     marks = [pytest.mark.long, pytest.mark.exhaustive, pytest.mark.timeout(timeout)]

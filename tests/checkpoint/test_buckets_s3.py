@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import needs
+from cases import exhaustive_but, needs
 from object_store import ObjectStore, object_store
 
 import gear_loader as gear
@@ -87,7 +87,7 @@ def test_parts_and_the_manifest_last(store: ObjectStore) -> None:
     assert numbers_at(f"{store.url}/bucket/parts") == [0]  # by fsspec's http
 
 
-@pytest.mark.parametrize("act", ["cut-body", "lost", "500", "403", "404"])
+@pytest.mark.parametrize("act", exhaustive_but("cut-body", "lost", "500", "403", "404"))
 def test_each_request_of_a_save_may_fail(store: ObjectStore, act: str) -> None:
     """One that may succeed later is repeated; else the save says so, and the checkpoint is the one before."""
     at, count, failures = 0, 1, 0
@@ -126,7 +126,7 @@ def load_and_save(environment: dict[str, str], address: str, number: int, planne
     table.save(address)
 
 
-@pytest.mark.parametrize("act", ["kill-body", "kill-lost"])
+@pytest.mark.parametrize("act", exhaustive_but("kill-lost", "kill-body"))
 def test_a_saving_process_may_be_killed_at_each_request(store: ObjectStore, act: str) -> None:
     table, at, killed, replaced = new_table(0), 0, True, 0
     context = multiprocessing.get_context("forkserver")  # children share no event loop with this process

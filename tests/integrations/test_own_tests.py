@@ -125,8 +125,8 @@ TRANSFERQUEUE = {
         "not mismatch and not test_tensor_fields and not test_storage_saved_is_true",
     ),
 }
-MINUTES = ("test_samplers.py", "test_storages.py")
-"""Files that take minutes."""
+MINUTES = ("test_samplers.py", "test_storages.py", "tests/test_dict_env.py", "tests/test_her.py")
+"""Files that take minutes, which CI leaves out."""
 RUNS = [
     pytest.param(
         *(name, files, chosen, least),

@@ -201,7 +201,9 @@ def test_a_draw(reports: Reports) -> None:
     assert report["instructions"].get("LDG.E.128", 0) >= 2  # children side by side
 
 
-@pytest.mark.parametrize("kernels", [("split",), pytest.param((), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kernels", [("split",), pytest.param((), marks=[pytest.mark.long, pytest.mark.exhaustive])]
+)
 def test_kernels_compile_for_rocm(kernels: tuple[str, ...]) -> None:
     """Nothing of CUDA's alone is in them, and a block fits into a compute unit of gfx942: 512 registers, 64 KiB."""
     reports = aot_common.reports((aot_common.INSTALLED, "gfx942", kernels))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import exhaustive_but
 from options_common import nested_table
 from table_common import fresh_name
 from transport_common import SECRET, Proxy, Serving, certificate, serving
@@ -454,7 +455,10 @@ def storm(*, writers: int, episodes: int, kills: int, seed: int, patch: pytest.M
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
 @pytest.mark.long
-@pytest.mark.parametrize(("writers", "kills", "seed"), [(2, 1, 9), *((4, 10, seed) for seed in range(4))])
+@pytest.mark.parametrize(
+    ("writers", "kills", "seed"),
+    exhaustive_but((4, 10, 0), (2, 1, 9), *((4, 10, seed) for seed in range(1, 4))),
+)
 def test_a_server_that_is_killed_loses_nothing_and_stores_nothing_twice(
     writers: int, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
