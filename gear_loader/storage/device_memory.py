@@ -55,7 +55,7 @@ class DeviceMemory:
         device: as given. num_bytes: of the blocks, as allocated. staging_bytes: of one piece of staging memory.
 
     Raises:
-        RegionError: the GPU has not enough free memory.
+        RegionError: the GPU has not enough free memory; also where blocks are written or read, for staging memory.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -109,13 +109,22 @@ class DeviceMemory:
         try:
             staging = self._spare.popleft()
         except IndexError:
-            staging = _StagedBlocks(self._most, self._layout.block_bytes, self.device)
+            staging = self._new_staging()
         try:
             staging.left.synchronize()
             yield staging
         finally:
             staging.left.record(self._stream)
             self._spare.append(staging)
+
+    def _new_staging(self) -> _StagedBlocks:
+        try:
+            return _StagedBlocks(self._most, self._layout.block_bytes, self.device)
+        except torch.OutOfMemoryError as error:
+            raise RegionError(
+                f"Values are copied to and from {self.device} through {formatted(self.staging_bytes)} there, and it has "
+                f"{formatted(torch.cuda.mem_get_info(self.device)[0])} free. Lower the table's memory."
+            ) from error
 
     # ---------------------------------------------------------------- to the device
 
@@ -131,7 +140,7 @@ class DeviceMemory:
         """
         if len(self._spare) < 2:
             with self._queueing():
-                self._spare.append(_StagedBlocks(self._most, self._layout.block_bytes, self.device))
+                self._spare.append(self._new_staging())
         once = columns[:, 1] < 0
         try:
             for low, high, which, begins, counts in self._pieces(np.zeros_like(lengths), lengths):

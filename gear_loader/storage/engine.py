@@ -470,10 +470,9 @@ class Engine:
     def tier_reader(self) -> TierReader:
         """What reads trajectories on a GPU, or on disk only, in this process; opens its files when they are read."""
         if self._tier_reader is None:
+            files = provided("TierFiles")(self) if self.has_tier else None
             on_device = self.device is not None
-            self._tier_reader = (
-                DeviceRows(self.region, self.index.arrays) if on_device else provided("TierFiles")(self)
-            )
+            self._tier_reader = DeviceRows(self.region, self.index.arrays, files) if on_device else files
         reader: TierReader = self._tier_reader
         return reader
 

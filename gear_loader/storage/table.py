@@ -177,8 +177,10 @@ class Table:
             device: a CUDA device whose memory holds the blocks; the index stays in host memory. The table is private,
                 and `memory` is that of the blocks. Batches for this device are gathered there; what the CPU reads
                 (batches, `gather`, ``table[i]``, `save`) is copied, which waits for the GPU. Written by
-                ``writers(n, device=...)``, `add` and `extend`. Not with `name`, `disk`, late, mutable or ragged
-                columns, or versions of a policy. By default everything is in host memory. See docs/gpu.md.
+                ``writers(n, device=...)``, `add` and `extend`. With a `disk` that has a size, trajectories beyond
+                `memory` are on that disk, and batches for the device read them from there. Not with `name`, late,
+                mutable or ragged columns, or versions of a policy. By default everything is in host memory. See
+                docs/gpu.md.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
@@ -197,7 +199,7 @@ class Table:
             raise SchemaError(f"disk is {shown(disk)}; expected None or a gear_loader.Disk.")
         else:
             tier = None if disk is None else disk.tier()
-        where = _place_of_blocks(schema, device, name=name, limits=limits, disk=tier or disk)
+        where = _place_of_blocks(schema, device, name=name, limits=limits)
         layout = table_layout(
             schema,
             max_steps=max_steps,
@@ -457,6 +459,7 @@ class Table:
         memory: int | str | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
+        device: str | torch.device | None = None,
     ) -> Table:
         """Create a table from what `create(disk=)` has written last, and go on writing into the same directory.
 
@@ -471,6 +474,7 @@ class Table:
             schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, payload, on_full, progress: as
                 for `load`. With `Disk.size` the memory is by default that of the saved table.
             memory: in place of `max_blocks`, as for `create`.
+            device: as for `load`.
 
         Raises:
             CheckpointError: as `load`; or the directory is in use, holds links, or cannot be written.
@@ -488,6 +492,7 @@ class Table:
             memory=memory,
             on_full=on_full,
             progress=progress,
+            device=device,
         )
         table: Table
         disk = disk if isinstance(disk, Disk) else Disk(disk)
@@ -1293,7 +1298,7 @@ _ONE = np.ones(1, dtype=np.int64)
 
 
 def _place_of_blocks(
-    schema: Mapping[str, Column], device: Any, *, name: str | None, limits: Any, disk: Any
+    schema: Mapping[str, Column], device: Any, *, name: str | None, limits: Any
 ) -> torch.device | None:
     """The GPU in whose memory the blocks of a new table lie; None for host memory.
 
@@ -1306,7 +1311,6 @@ def _place_of_blocks(
     columns = Schema(schema)
     refused = {
         "name": (name, "other processes cannot attach to it"),
-        "disk": (disk, "it is not written to a disk; save() writes a checkpoint"),
         "late columns": (list(columns.late), "nothing is filled in afterwards"),
         "ragged columns": (list(columns.ragged), "their values would lie in host memory"),
         "mutable columns": (list(columns.mutable), "values stay as they were added"),

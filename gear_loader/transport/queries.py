@@ -337,7 +337,7 @@ class SpanQuery(Query):
             np.stack((firsts, counts)),
             starts[which],
             which,
-            drawn=len(which),
+            drawn=np.ones_like(which),
         )
 
 

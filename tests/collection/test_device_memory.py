@@ -19,6 +19,7 @@ from source_conformance import SCHEMA, TRAJECTORIES, SourceConformance
 from streams.cuda import Cuda
 from streams.machine import Policy
 from test_batches_of_sources import SIZES, of_table
+from tier_common import move, spill, tier_at
 
 import gear_loader as gear
 from gear_loader.checkpoint import loading
@@ -60,6 +61,26 @@ class TestSource(SourceConformance):
         return source, slots
 
 
+class TestSourceWithDisk(TestSource):
+    """Half of it lies on disk."""
+
+    def make(self, trajectories: list[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Any, np.ndarray]:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(device_memory, "STAGING_BYTES", 12_000)
+        stack.enter_context(stand_in())
+        table = stack.enter_context(on_gpu(max_blocks=100, **tier_at(self.path)))
+        slots = table.extend(trajectories)
+        table.save(self.path)
+        assert spill(table, slots[::2]) == len(slots[::2])
+        source, generation = table._engine.tier_reader(), table._engine.index.arrays.generation
+        source.schema = Schema(SCHEMA)  # type: ignore[attr-defined]
+        read = source.read
+        patch.setattr(
+            source, "read", lambda slots, _, *given, **more: read(slots, generation[slots], *given, **more)
+        )
+        return source, slots
+
+
 class TestTable(BatchConformance):
     @pytest.fixture(params=mostly_long(("gpu", "cpu", "staged"), "gpu", sample=2))
     def mover(self, request: Any) -> Iterator[str]:
@@ -90,15 +111,25 @@ def trajectory(number: int) -> dict[str, Any]:
 
 
 class Program:
-    """Random calls of a table on a GPU, and what it must hold: slot and generation -> trajectory."""
+    """Random calls of a table on a GPU, and what it must hold: slot and generation -> trajectory.
 
-    def __init__(self, seed: int, path: Path) -> None:
-        self.choose, self.path, self.number = random.Random(seed), path, 0
+    Args:
+        tiered: whether it has memory for a third of its steps, and the others are moved to a disk by its thread.
+    """
+
+    def __init__(self, seed: int, path: Path, *, tiered: bool = False) -> None:
+        self.choose, self.path, self.number, self.tiered = random.Random(seed), path, 0, tiered
+        size, more = self.choose.choice([3, 4, 16]), dict[str, Any]()
+        if tiered:
+            keep: Any = self.choose.choice(["newest", "oldest", "priority"])
+            disk = gear.Disk(path / "tier", sync_seconds=1e6, size="1GiB", keep=keep)
+            more = {"disk": disk, "max_blocks": 3 * -(-40 // size) + 2}
         self.table = on_gpu(
-            block_steps=self.choose.choice([3, 4, 16]),
+            block_steps=size,
             packed=self.choose.choice([True, False]),
             max_steps=400,
             on_full=self.choose.choice(["evict_oldest", "evict_lowest_priority", "error"]),
+            **more,
         )
         self.known: dict[tuple[int, int], dict[str, Any]] = {}
         windows: dict[str, Any] = {
@@ -123,10 +154,25 @@ class Program:
     def run(self, calls: int) -> None:
         actions = [self.add, self.add, self.extend, self.sample, self.sample, self.look, self.remove]
         for _ in range(calls):
-            self.choose.choice(actions)()
+            self.choose.choice(actions + [self.move] * self.tiered)()
         self.save()
         self.table.check_valid()
+        found = [self.table[slot] for slot in self.table.indices().tolist()]
         self.table.close()
+        if self.tiered:
+            self.recover(found)
+
+    def move(self) -> None:
+        move(self.table, np.random.default_rng(self.choose.randrange(1 << 30)))
+
+    def recover(self, expected: list[dict[str, torch.Tensor]]) -> None:
+        for device, size in ((DEVICE, "1GiB"), (None, "1GiB"), (DEVICE, None)):
+            with gear.Table.recover(gear.Disk(self.path / "tier", size=size), device=device) as table:
+                assert table._engine.device == device
+                assert len(table) == len(expected)
+                for slot, values in zip(table.indices().tolist(), expected, strict=True):
+                    assert all(torch.equal(values[name], found) for name, found in table[slot].items())
+                table.check_valid()
 
     def add(self) -> None:
         self.number += 1
@@ -198,6 +244,17 @@ def test_random_programs(
         monkeypatch.setattr(loading, "IMAGE_BYTES", 50_000)
         with stand_in(policy, seed):
             Program(seed, tmp_path / str(seed)).run(25)
+
+
+@pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
+@pytest.mark.parametrize("seeds", amounts(range(1), range(1, 3), range(3, 12)))
+def test_random_programs_with_a_disk_below(
+    seeds: range, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in seeds:
+        monkeypatch.setattr(device_memory, "STAGING_BYTES", (20_000, 4_000)[seed % 2])
+        with stand_in(policy, seed) as cuda, cuda.disks_in_turn():
+            Program(seed, tmp_path / str(seed), tiered=True).run(40)
 
 
 def check_that_batches_follow(prefetch: int | None = None) -> None:
@@ -305,7 +362,7 @@ def test_nothing_is_stored_twice() -> None:
         assert 2**20 - step < table._engine.region.layout.device_bytes <= 2**20
 
 
-def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
+def test_what_a_table_on_a_gpu_refuses() -> None:
     with pytest.raises(
         SchemaError, match="device is 'cuda', but torch sees no CUDA device; use device='cpu'"
     ):
@@ -318,8 +375,6 @@ def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
     with stand_in():
         for schema, options, expected in (
             (SCHEMA, {"name": "on-gpu"}, "name: 'on-gpu', with device=.*other processes cannot attach"),
-            (SCHEMA, {"disk": gear.Disk(tmp_path / "a")}, "disk: .*save.. writes a checkpoint"),
-            (SCHEMA, {"disk": gear.Disk(tmp_path / "a", size="1GiB"), "memory": "1MiB"}, "disk: "),
             (late, {}, r"late columns: \['late'\]"),
             (
                 {"text": gear.Column(str)},
@@ -331,7 +386,6 @@ def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
         ):
             with pytest.raises(SchemaError, match=expected):
                 gear.Table.create(schema, **SIZES, **options, device=DEVICE)
-        assert not (tmp_path / "a").exists()
         with on_gpu() as table:
             for call, expected in (
                 (

@@ -218,6 +218,11 @@ class Scenario(Shrinkable):
         return dataclasses.replace(cls.flat(seed) if seed % 2 else cls.of(seed), on_gpu=True, grows=False)
 
     @classmethod
+    def on_disk_below_device(cls, seed: int) -> Scenario:
+        """That of a seed with a table in the memory of the device, and a disk tier below it."""
+        return dataclasses.replace(cls.in_device_memory(seed), tier=True)
+
+    @classmethod
     def of(cls, seed: int, mode: str = "") -> Scenario:
         """The scenario of a seed."""
         choose = random.Random(f"scenario {seed}")
@@ -574,6 +579,8 @@ class Run:
                 table.add(rows, priority=priority)
                 if self.tier is not None and number % 4 == 0:
                     spill_some(table, self.tier)
+                if self.tier is not None and number % 4 == 2:  # some of them come back
+                    table._engine.load_from_disk(table.indices()[::3])
                 if self.scenario.late:  # the newest of them, and the oldest, which may lie on disk
                     waiting = list(zip(*(part.tolist() for part in table.unfilled("score")), strict=True))
                     for slot, generation in {waiting[0], waiting[-1]} if waiting else ():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cuda_common import CurrentDevice
 
+from gear_loader.checkpoint import behind
 from gear_loader.collection import prefetch, ticket_releaser
 from gear_loader.storage import pinning
 from gear_loader.utils import background, driver, launch_graph, streams, waiting
@@ -502,6 +503,14 @@ class Cuda(CurrentDevice, GraphCalls):
             finally:
                 patch.undo()
                 self.memory.forget()
+
+    @contextlib.contextmanager
+    def disks_in_turn(self) -> Iterator[None]:
+        """Let threads that write tables to their disks have turns too; tables are closed before the end."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(behind, "threading", self.threads.threading)
+            patch.setattr(behind, "Event", self.threads.ticking_event)
+            yield
 
     def _check_replays(self, patch: pytest.MonkeyPatch) -> None:
         """Compare each replay with what its call would queue: equal keys promise equal launches."""
