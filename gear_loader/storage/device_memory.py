@@ -122,8 +122,8 @@ class DeviceMemory:
             return _StagedBlocks(self._most, self._layout.block_bytes, self.device)
         except torch.OutOfMemoryError as error:
             raise RegionError(
-                f"Values are copied to and from {self.device} through {formatted(self.staging_bytes)} there, and it has "
-                f"{formatted(torch.cuda.mem_get_info(self.device)[0])} free. Lower the table's memory."
+                f"Values are copied to and from {self.device} through {formatted(self.staging_bytes)} there, and it "
+                f"has {formatted(torch.cuda.mem_get_info(self.device)[0])} free. Lower the table's memory."
             ) from error
 
     # ---------------------------------------------------------------- to the device

@@ -470,11 +470,12 @@ class Engine:
     def tier_reader(self) -> TierReader:
         """What reads trajectories on a GPU, or on disk only, in this process; opens its files when they are read."""
         if self._tier_reader is None:
-            files = provided("TierFiles")(self) if self.has_tier else None
-            on_device = self.device is not None
-            self._tier_reader = DeviceRows(self.region, self.index.arrays, files) if on_device else files
-        reader: TierReader = self._tier_reader
-        return reader
+            reader: TierReader | None = provided("TierFiles")(self) if self.has_tier else None
+            if self.device is not None:
+                reader = DeviceRows(self.region, self.index.arrays, reader)
+            self._tier_reader = reader
+        assert self._tier_reader is not None
+        return self._tier_reader
 
     def prefer_in_memory(self, keep: Literal["newest", "oldest", "priority"]) -> None:
         """Tell the owner of a table with a disk tier what is drawn most, for ``Disk(keep="auto")``."""

@@ -20,9 +20,11 @@ from streams.cuda import Cuda
 from streams.machine import Policy
 from test_batches_of_sources import SIZES, of_table
 from tier_common import move, spill, tier_at
+from tier_common import promote as move_back
 
 import gear_loader as gear
 from gear_loader.checkpoint import loading
+from gear_loader.collection import packed_cuda, tier_rows
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.errors import PrivateTableError, RegionError, SchemaError, StaleIndexError, TableFullError
 from gear_loader.graph.table_rows import TableRows
@@ -306,6 +308,83 @@ def test_a_draw_on_the_gpu_follows_what_an_update_takes_in(monkeypatch: pytest.M
 
         monkeypatch.setattr(PaddedCuda, "begin", begin_and_add)
         assert (data.sample()["reward"] == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_batches_follow_what_comes_back_from_the_disk(
+    layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the begin of a batch and the look-up of its rows, in another thread."""
+    with stand_in("latest") as cuda, on_gpu(max_blocks=100, **tier_at(tmp_path)) as table:
+        cuda.threads.frequency = 0.0
+        window = gear.Window(1) if layout == "padded" else gear.Whole()
+        options: dict[str, Any] = {"windows": {"reward": window}, "batch_size": 9, "layout": layout}
+        data = gear.ReplayDataset(table, device=DEVICE, prefetch=0, **options)
+        slot = table.add(trajectory(7))
+        for _ in range(3):  # so that its work is recorded, and replayed
+            data.sample()
+        table.save(tmp_path)
+        assert spill(table, [slot]) == 1
+        torch.cuda.synchronize()
+        read, come_back = tier_rows.split_rows, []
+
+        def come_back_and_split(*given: Any, **options: Any) -> Any:
+            come_back.append(table._engine.load_from_disk(np.array([slot])))
+            return read(*given, **options)
+
+        for module in (tier_rows, packed_cuda):
+            monkeypatch.setattr(module, "split_rows", come_back_and_split)
+        assert (data.sample()["reward"] == 7).all()
+        assert come_back == [1]
+        assert table.stats().num_spilled == 0
+
+
+def test_rows_of_a_disk_below_are_counted(tmp_path: Path) -> None:
+    """As of a table in host memory."""
+    with stand_in("eager"):
+        counts = []
+        for device in (None, DEVICE):
+            path = tmp_path / str(device)
+            with on_gpu(max_blocks=100, device=device, **tier_at(path)) as table:
+                slots = [table.add(trajectory(number)) for number in range(1, 7)]
+                table.save(path)
+                spill(table, slots[::2])
+                for layout in ("padded", "packed"):
+                    for on in ("cpu", DEVICE):
+                        windows = {"reward": gear.Window(2), "task": None}
+                        given: dict[str, Any] = {"windows": windows, "layout": layout, "prefetch": 0}
+                        data = gear.ReplayDataset(table, batch_size=20, device=on, seed=4, **given)
+                        on_host(data.sample())
+                stats = table.stats()
+                counts.append((stats.num_hits, stats.num_misses, stats.miss_bytes))
+        assert counts[0] == counts[1]
+        assert counts[0][0] + counts[0][1] == 80
+
+
+def test_without_memory_for_copies_a_table_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trajectories stay where they are, and nothing else changes."""
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with stand_in() as cuda, cuda.disks_in_turn(), on_gpu(max_blocks=100, **tier_at(tmp_path)) as table:
+        slot = table.add(trajectory(7))
+        table.save(tmp_path)
+        spill(table, [slot])
+        memory = table._engine.region.device_memory
+        assert memory is not None
+        memory._spare.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(device_memory, "_StagedBlocks", no_memory)
+            message = r"Values are copied to and from cuda:1 through .* there, and it has .* free"
+            for call in (lambda: table.add(trajectory(8)), lambda: move_back(table, slot)):
+                with pytest.raises(RegionError, match=message):
+                    call()
+        table.check_valid()
+        assert len(table) == table.stats().num_spilled == 1
+        move_back(table, slot)
+        assert (table[slot]["reward"] == 7).all()
+        assert table.stats().num_spilled == 0
 
 
 def test_batches_by_priority_for_another_gpu_are_drawn_by_the_host() -> None:

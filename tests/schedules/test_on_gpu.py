@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Place:
-    """A GPU, or the stand-in with its threads."""
+    """A GPU, or the stand-in with its threads; `disks`: a context in which tables with disks are made and closed."""
 
     def __init__(
-        self, threads: Any = threading, give_way: Callable[[], object] = lambda: time.sleep(0)
+        self,
+        threads: Any = threading,
+        give_way: Callable[[], object] = lambda: time.sleep(0),
+        disks: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._threads, self.give_way = threads, give_way
+        self._threads, self.give_way, self.disks = threads, give_way, disks
 
     def start(self, target: Callable[[], None]) -> Callable[[], None]:
         """Start a thread; gives what waits for it, and raises its error."""
@@ -78,7 +82,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     if REAL:
         pytest.skip("there is a real torch.cuda")
     with instead.installed("random") as cuda:
-        yield Place(cuda.threads.threading, cuda.threads.switch)
+        yield Place(cuda.threads.threading, cuda.threads.switch, cuda.disks_in_turn)
         gc.collect()
     cuda.check()
 
@@ -166,6 +170,24 @@ def test_batches_and_their_replays_are_those_of_the_cpu(place: Place, kind: str)
         for _ in range(6):
             equal(found.sample(), expected.sample())
         del batch, found
+
+
+@pytest.mark.parametrize("kind", mostly_long(["uniform", "annealed", "packed"], "annealed", "packed"))
+def test_a_table_in_the_memory_of_the_gpu_with_a_disk_below(place: Place, kind: str, tmp_path: Path) -> None:
+    """It has memory for half of its trajectories."""
+    disk, memory = gear.Disk(tmp_path, sync_seconds=0.05, size="1GiB"), gear.Memory(max_blocks=50)
+    with place.disks(), made_table() as whole:
+        with made_table(device=DEVICE, disk=disk, memory=memory) as table:
+            found, expected = dataset(table, kind), dataset(whole, kind, "cpu")
+            for batch, other in zip(found, expected, strict=True):
+                check(batch)
+                equal(batch, other)
+            assert 0 < table.stats().num_spilled < len(table)
+            del batch, found
+        with gear.Table.recover(disk, device=DEVICE) as table:
+            check(dataset(table, kind).sample())
+            for one, other in zip(table.indices().tolist(), whole.indices().tolist(), strict=True):
+                equal(table[one], whole[other])
 
 
 @pytest.mark.parametrize("kind", mostly_long(["uniform", "annealed", "packed"], "annealed", "packed"))
