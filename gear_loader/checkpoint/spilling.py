@@ -379,6 +379,8 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
                     copy_rows(*given, zero, np.ascontiguousarray(blocks), places[name], True)
 
     with engine.region.using() as memory:  # that of a GPU, or None
+        if engine.device is not None and memory is None:
+            return 0  # another process has it
         done = [
             engine.index.promote(
                 slot,

@@ -22,8 +22,8 @@ class DeviceRows:
     """
 
     def __init__(self, region: Region, arrays: IndexArrays, files: TierReader | None) -> None:
-        assert region.device_memory is not None
-        self._memory, self._layout, self._arrays = region.device_memory, region.layout, arrays
+        self._memory = region.device_memory or region.borrowed_memory()
+        self._layout, self._arrays = region.layout, arrays
         self._files = files
 
     def sizes(self, slots: Array) -> Array:

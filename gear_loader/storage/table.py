@@ -199,7 +199,7 @@ class Table:
             raise SchemaError(f"disk is {shown(disk)}; expected None or a gear_loader.Disk.")
         else:
             tier = None if disk is None else disk.tier()
-        where = _place_of_blocks(schema, device, name=name, limits=limits)
+        where = _place_of_blocks(schema, device, limits)
         layout = table_layout(
             schema,
             max_steps=max_steps,
@@ -210,7 +210,7 @@ class Table:
             rate_limiter=rate_limiter,
             limits=limits,
             tier=tier,
-            on_device=where is not None,
+            device=where,
         )
         late = {name: layout.schema[name] for name in layout.schema.late}
         if tier is not None:
@@ -253,6 +253,9 @@ class Table:
                 f"Table {name!r} exists with other columns, sizes or rules than were asked for; expected the same. "
                 "Attach to it, give another name, or use if_exists='replace'."
             )
+        region = table._engine.region
+        if region.layout.device is not None and region.device_memory is None:
+            region.borrowed_memory().connect()
         return table
 
     @classmethod
@@ -740,7 +743,8 @@ class Table:
         count, layout = at_least("n", n), self._engine.region.layout
         most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
         chosen = None if device is None else device_of(device)
-        if self._engine.device not in (None, chosen):
+        has_blocks = self._engine.device is None or self._engine.region.device_memory is not None
+        if self._engine.device not in (None, chosen) or not has_blocks:
             raise self._elsewhere(f"writers(device={shown(device)})")
         if count > most:
             raise SchemaError(
@@ -1297,9 +1301,7 @@ class Table:
 _ONE = np.ones(1, dtype=np.int64)
 
 
-def _place_of_blocks(
-    schema: Mapping[str, Column], device: Any, *, name: str | None, limits: Any
-) -> torch.device | None:
+def _place_of_blocks(schema: Mapping[str, Column], device: Any, limits: Any) -> torch.device | None:
     """The GPU in whose memory the blocks of a new table lie; None for host memory.
 
     Raises:
@@ -1310,7 +1312,6 @@ def _place_of_blocks(
         return None
     columns = Schema(schema)
     refused = {
-        "name": (name, "other processes cannot attach to it"),
         "late columns": (list(columns.late), "nothing is filled in afterwards"),
         "ragged columns": (list(columns.ragged), "their values would lie in host memory"),
         "mutable columns": (list(columns.mutable), "values stay as they were added"),
