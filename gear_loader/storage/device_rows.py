@@ -22,7 +22,7 @@ class DeviceRows:
     """
 
     def __init__(self, region: Region, arrays: IndexArrays, files: TierReader | None) -> None:
-        self._memory = region.device_memory or region.borrowed_memory()
+        self._memory = region.device_memory or region.block_client()
         self._layout, self._arrays = region.layout, arrays
         self._files = files
 

@@ -20,8 +20,8 @@ import torch
 from gear_loader.errors import PrivateTableError, RegionError, TableClosedError
 from gear_loader.storage import numa, pages, shared_memory
 from gear_loader.storage.counters import BELL
-from gear_loader.storage.device_lending import BorrowedMemory, Lender
 from gear_loader.storage.device_memory import DeviceMemory
+from gear_loader.storage.device_server import BlockClient, BlockServer
 from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.storage.lock import IndexLock
 from gear_loader.storage.pinning import Pinning, unregister
@@ -85,8 +85,8 @@ class _Mapping:
         self.registered: list[int] = []
         self.devices: set[int] = set()  # GPUs whose kernels read it
         self.device_memory: DeviceMemory | None = None  # of the blocks, if this process has them on a GPU
-        self.lender: Lender | None = None  # to other processes
-        self.borrowed: BorrowedMemory | None = None  # of the blocks, if another process has them there
+        self.block_server: BlockServer | None = None  # of these, for other processes
+        self.block_client: BlockClient | None = None  # if another process has them
         self.is_parents = False  # private memory that forked children do not receive
         self.is_lost = False  # such memory of the parent process
         self.every.add(self)
@@ -104,7 +104,7 @@ class _Mapping:
         """Create a file of zeros with its header, and link it to its name when complete: no partial file remains."""
         memory, count = None, pages.file_bytes(layout.region_bytes)
         file = open_descriptor(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        fd, lender = file.fileno(), None
+        fd, server = file.fileno(), None
         try:
             os.ftruncate(fd, count)  # so that a tmpfs allocates huge pages within the file's size
             memory, offset = pages.map_file(fd, count)
@@ -117,7 +117,7 @@ class _Mapping:
             mapping = cls(memory, offset, name, file, key := (info.st_dev, info.st_ino))
             if device_memory is not None:
                 mapping.device_memory = device_memory
-                mapping.lender = lender = Lender(device_memory, layout, key)
+                mapping.block_server = server = BlockServer(device_memory, layout, key)
             with guarded():
                 # /proc/self/fd holds symbolic links, which os.link() follows only if a directory is given. An absolute
                 # path does not use the directory.
@@ -125,8 +125,8 @@ class _Mapping:
                 mapping.remember()
             return mapping
         except BaseException:
-            if lender is not None:
-                lender.close()
+            if server is not None:
+                server.close()
             if memory is not None:
                 memory.close()
             file.close()
@@ -208,10 +208,10 @@ class _Mapping:
             with torch.cuda.device(min(self.devices)):
                 unregister(self.registered)
             self.devices.clear()
-        for each in (self.lender, self.borrowed):
+        for each in (self.block_server, self.block_client):
             if each is not None:
                 each.close()
-        self.lender = self.borrowed = None
+        self.block_server = self.block_client = None
         if self.device_memory is not None and not self.is_lost:
             torch.cuda.synchronize(self.device_memory.device)
             self.device_memory = None
@@ -319,12 +319,10 @@ class _Mapping:
             mapping.is_lost |= mapping.is_parents and mapping.memory is not None
             # A child does not inherit registrations with CUDA.
             mapping.pinned, mapping.registered, mapping.devices = None, [], set()
-            if (
-                mapping.lender is not None
-            ):  # it goes on in the parent, whose memory on the GPU is borrowed from now on
-                mapping.lender.leave()
-                _left.append((mapping.lender, mapping.device_memory))  # neither is freed here
-                mapping.lender = mapping.device_memory = None
+            if mapping.block_server is not None:  # of the parent, which is asked for blocks from now on
+                mapping.block_server.leave()
+                _left.append((mapping.block_server, mapping.device_memory))  # neither is freed here
+                mapping.block_server = mapping.device_memory = None
             if mapping.pinning is not None:  # the thread, which is a user, is the parent's
                 mapping.pinning = None
                 mapping.released.append(mapping)
@@ -539,13 +537,13 @@ class Region:
         """Where the blocks lie, if this process has them in the memory of a GPU; None also after `close`."""
         return None if self.bytes is None else self._mapping.device_memory
 
-    def borrowed_memory(self) -> BorrowedMemory:
+    def block_client(self) -> BlockClient:
         """What reads the blocks, if another process has them in the memory of a GPU."""
         mapping = self._mapping
         assert mapping.key is not None
-        if mapping.borrowed is None:
-            mapping.borrowed = BorrowedMemory(self.layout, mapping.key, str(self.name))
-        return mapping.borrowed
+        if mapping.block_client is None:
+            mapping.block_client = BlockClient(self.layout, mapping.key, str(self.name))
+        return mapping.block_client
 
     @property
     def is_lost(self) -> bool:

@@ -146,7 +146,8 @@ class Table:
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
                 is in `/dev/shm`, or in the directory that the environment variable ``GEAR_LOADER_DIR`` names when
                 `gear_loader` is imported: an absolute path on a tmpfs, the same in all processes. Without a name the
-                table is private memory, whose pages are allocated as they are written.
+                table is private memory, whose pages are allocated as they are written. Of a table with `device` other
+                processes read the rows through this one, as long as it has the table open; they cannot add.
             on_full: default policy of additions to a full table: ``"error"`` raises `TableFullError`;
                 ``"evict_oldest"`` evicts the oldest trajectories; ``"evict_lowest_priority"`` evicts those with the
                 lowest current priority (of `add` or `ReplayDataset.update_priority`; ties in any order, those without a
@@ -174,11 +175,11 @@ class Table:
                 error, except with ``"wait"``, which waits for space. A trajectory that cannot be read back is removed,
                 logged and counted, and its batch is drawn again. `Shards` over NIXL refuse such a table. See
                 docs/tiers.md.
-            device: a CUDA device whose memory holds the blocks; the index stays in host memory. The table is private,
-                and `memory` is that of the blocks. Batches for this device are gathered there; what the CPU reads
+            device: a CUDA device whose memory holds the blocks; the index stays in host memory, and `memory` is that of
+                the blocks. Batches for this device are gathered there; what the CPU reads
                 (batches, `gather`, ``table[i]``, `save`) is copied, which waits for the GPU. Written by
                 ``writers(n, device=...)``, `add` and `extend`. With a `disk` that has a size, trajectories beyond
-                `memory` are on that disk, and batches for the device read them from there. Not with `name`, late,
+                `memory` are on that disk, and batches for the device read them from there. Not with late,
                 mutable or ragged columns, or versions of a policy. By default everything is in host memory. See
                 docs/gpu.md.
 
@@ -255,7 +256,7 @@ class Table:
             )
         region = table._engine.region
         if region.layout.device is not None and region.device_memory is None:
-            region.borrowed_memory().connect()
+            region.block_client().connect()
         return table
 
     @classmethod

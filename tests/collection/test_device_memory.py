@@ -23,7 +23,7 @@ from tier_common import move, spill, tier_at
 from tier_common import promote as move_back
 
 import gear_loader as gear
-from gear_loader.checkpoint import loading
+from gear_loader.checkpoint import loading, spilling
 from gear_loader.collection import packed_cuda, tier_rows
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.errors import PrivateTableError, RegionError, SchemaError, StaleIndexError, TableFullError
@@ -387,6 +387,28 @@ def test_without_memory_for_copies_a_table_goes_on(tmp_path: Path, monkeypatch: 
         assert table.stats().num_spilled == 0
 
 
+def test_an_error_of_the_gpu_does_not_end_the_thread_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with stand_in() as cuda, cuda.disks_in_turn(), on_gpu(max_blocks=100, **tier_at(tmp_path)) as table:
+
+        def error() -> str | None:
+            for _ in range(5):
+                cuda.threads.switch()
+            stats = table.stats().disk
+            assert stats is not None
+            return stats.error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(spilling.Spiller, "is_due", lambda self: True)
+            patch.setattr(spilling.Spiller, "move", fail)
+            assert "stay where they are: CUDA error" in str(error())
+        assert error() is None
+
+
 def test_batches_by_priority_for_another_gpu_are_drawn_by_the_host() -> None:
     with stand_in("latest"), on_gpu() as table:
         for number in range(3):
@@ -453,7 +475,6 @@ def test_what_a_table_on_a_gpu_refuses() -> None:
     version = {**SCHEMA, "version": gear.Column(torch.int64, per="trajectory")}
     with stand_in():
         for schema, options, expected in (
-            (SCHEMA, {"name": "on-gpu"}, "name: 'on-gpu', with device=.*other processes cannot attach"),
             (late, {}, r"late columns: \['late'\]"),
             (
                 {"text": gear.Column(str)},

@@ -27,7 +27,7 @@ from gear_loader.dataset.origin import Origin
 from gear_loader.errors import StaleIndexError
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
-from gear_loader.storage.device_lending import BorrowedMemory, Lender
+from gear_loader.storage.device_server import BlockClient, BlockServer
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 
@@ -104,7 +104,7 @@ class Scenario(Shrinkable):
         tier: whether some trajectories lie on a disk only.
         late: whether a column is filled later, of some trajectories while batches are made.
         pairs: whether groups of two trajectories are drawn.
-        on_gpu: whether the table's blocks lie in the memory of the device. attached: whether they are another process's.
+        on_gpu: whether the table's blocks lie in the memory of the device. attached: that another process has.
         calm: whether the other thread adds one trajectory in seventeen batches.
     """
 
@@ -346,24 +346,24 @@ class Elsewhere(Region):
     def __init__(self, region: Region) -> None:
         region._mapping.users += 1
         super().__init__(region._mapping, region.layout, region.name)
-        self._borrowed, memory = Borrowed(region.layout, (0, 0), "lent"), region.device_memory
+        self._client, memory = ClientHere(region.layout, (0, 0), "table"), region.device_memory
         assert memory is not None
-        self._borrowed.lender = lender = Lender.__new__(Lender)
-        lender._memory, lender._layout, lender._names = memory, region.layout, list(region.layout.schema)
+        self._client.server = server = BlockServer.__new__(BlockServer)
+        server._memory, server._layout, server._names = memory, region.layout, list(region.layout.schema)
 
     device_memory = property(lambda self: None)  # type: ignore[assignment]
 
-    def borrowed_memory(self) -> BorrowedMemory:
-        return self._borrowed
+    def block_client(self) -> BlockClient:
+        return self._client
 
     def pin(self, device: torch.device | None = None, *, wait: bool = True) -> bool:
         return False
 
 
-class Borrowed(BorrowedMemory):
+class ClientHere(BlockClient):
     """The blocks, whose owner answers at once."""
 
-    lender: Lender
+    server: BlockServer
 
     def connect(self) -> None:
         """It is there."""
@@ -373,7 +373,7 @@ class Borrowed(BorrowedMemory):
         return self._rows
 
     def _ask(self, numbers: tuple[int, int, int]) -> None:
-        self.lender.answer(self._rows, numbers)
+        self.server.answer(self._rows, numbers)
 
 
 class Run:

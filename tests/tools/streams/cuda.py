@@ -16,7 +16,7 @@ from cuda_common import CurrentDevice
 
 from gear_loader.checkpoint import behind
 from gear_loader.collection import prefetch, ticket_releaser
-from gear_loader.storage import device_lending, pinning
+from gear_loader.storage import device_server, pinning
 from gear_loader.utils import background, driver, launch_graph, streams, waiting
 
 from . import kernels
@@ -513,7 +513,7 @@ class Cuda(CurrentDevice, GraphCalls):
             yield
 
     @contextlib.contextmanager
-    def lending(self) -> Iterator[None]:
+    def serving_blocks(self) -> Iterator[None]:
         """Let other processes read named tables in the memory of a device, while this thread waits for them."""
 
         def thread(run: Any, name: str, **_: Any) -> threading.Thread:
@@ -524,7 +524,7 @@ class Cuda(CurrentDevice, GraphCalls):
             return threading.Thread(target=work, name=name, daemon=True)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_lending, "background_thread", thread)
+            patch.setattr(device_server, "background_thread", thread)
             yield
 
     def _check_replays(self, patch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def _is_own(peer: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(given)[1] == os.geteuid())
 
 
-class _Parts(NamedTuple):
+class _Asked(NamedTuple):
     """The parts of a request in memory; `rows` is where those of the columns begin."""
 
     ids: Array
@@ -64,7 +64,7 @@ class _Parts(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, memory: Array, blocks: int, spans: int, names: int) -> _Parts:
+    def of(cls, memory: Array, blocks: int, spans: int, names: int) -> _Asked:
         """Those of memory, uint8 [bytes]; raises ValueError if there is too little."""
         ends = np.cumsum([0, -(-blocks // 2) * 8, spans * 8, spans * 8, names * 8])
         if min(blocks, spans, names) < 0 or ends[-1] > len(memory):
@@ -80,7 +80,7 @@ def _row_places(layout: Layout, names: Sequence[str], steps: int, begin: int) ->
     return begin + np.cumsum([0, *sizes])
 
 
-class BorrowedMemory:
+class BlockClient:
     """Reads blocks that lie in another process's memory on a GPU, as `DeviceMemory.read` does. Several threads may.
 
     Args:
@@ -100,9 +100,6 @@ class BorrowedMemory:
         Raises:
             RegionError: it is not.
         """
-        if self._pid != os.getpid():  # the parent's
-            self._mutex, self._pid = new_mutex(), os.getpid()
-            self.close()
         if self._owner is not None:
             return
         owner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -155,10 +152,15 @@ class BorrowedMemory:
         numbers = len(ids), len(first), len(places)
         begin = 8 * (-(-numbers[0] // 2) + 2 * numbers[1] + numbers[2])
         rows = _row_places(layout, list(places), steps, begin)
+        if (
+            self._pid != os.getpid()
+        ):  # a forked child, to which connection and mutex of the parent are of no use
+            self._mutex, self._pid = new_mutex(), os.getpid()
+            self.close()
         with self._mutex:
             self.connect()
             memory = self._room(int(rows[-1]))
-            parts = _Parts.of(memory, *numbers)
+            parts = _Asked.of(memory, *numbers)
             parts.ids[:], parts.first[:], parts.counts[:] = ids, first, counts
             parts.names[:] = [names.index(name) for name in places]
             self._ask(numbers)
@@ -216,11 +218,11 @@ class BorrowedMemory:
             )
 
 
-class Lender:
+class BlockServer:
     """Copies blocks on a GPU to processes that ask for them, in one thread.
 
     Args:
-        memory: the blocks. layout: of the table. key: as for `BorrowedMemory`.
+        memory: the blocks. layout: of the table. key: as for `BlockClient`.
 
     Raises:
         OSError: no socket can be made.
@@ -235,7 +237,7 @@ class Lender:
         try:
             self._listener.bind(_address(key))
             self._listener.listen(128)
-            background_thread(self._run, "gear-loader-lender", stop=self.close).start()
+            background_thread(self._run, "gear-loader-blocks", stop=self.close).start()
         except BaseException:
             self._listener.close()
             raise
@@ -313,7 +315,7 @@ class Lender:
         Raises:
             ValueError: the request is invalid. RegionError: as `DeviceMemory`.
         """
-        layout, parts = self._layout, _Parts.of(memory, *numbers)
+        layout, parts = self._layout, _Asked.of(memory, *numbers)
         # Copies: the other process may change what has been checked.
         ids, first, counts, which = (part.copy() for part in parts[:4])
         if not len(first) or not len(which):
