@@ -54,7 +54,7 @@ def _is_own(peer: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(given)[1] == os.geteuid())
 
 
-class _Asked(NamedTuple):
+class _Requested(NamedTuple):
     """The parts of a request in memory; `rows` is where those of the columns begin."""
 
     ids: Array
@@ -64,7 +64,7 @@ class _Asked(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, memory: Array, blocks: int, spans: int, names: int) -> _Asked:
+    def of(cls, memory: Array, blocks: int, spans: int, names: int) -> _Requested:
         """Those of memory, uint8 [bytes]; raises ValueError if there is too little."""
         ends = np.cumsum([0, -(-blocks // 2) * 8, spans * 8, spans * 8, names * 8])
         if min(blocks, spans, names) < 0 or ends[-1] > len(memory):
@@ -160,7 +160,7 @@ class BlockClient:
         with self._mutex:
             self.connect()
             memory = self._room(int(rows[-1]))
-            parts = _Asked.of(memory, *numbers)
+            parts = _Requested.of(memory, *numbers)
             parts.ids[:], parts.first[:], parts.counts[:] = ids, first, counts
             parts.names[:] = [names.index(name) for name in places]
             self._ask(numbers)
@@ -315,7 +315,7 @@ class BlockServer:
         Raises:
             ValueError: the request is invalid. RegionError: as `DeviceMemory`.
         """
-        layout, parts = self._layout, _Asked.of(memory, *numbers)
+        layout, parts = self._layout, _Requested.of(memory, *numbers)
         # Copies: the other process may change what has been checked.
         ids, first, counts, which = (part.copy() for part in parts[:4])
         if not len(first) or not len(which):

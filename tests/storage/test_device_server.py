@@ -180,7 +180,7 @@ def test_invalid_requests_are_answered_with_an_error() -> None:
             for size in (1024, 4096):
                 given = memory[:size]
                 with contextlib.suppress(ValueError):
-                    parts = device_server._Asked.of(given, len(blocks), 1, 1)
+                    parts = device_server._Requested.of(given, len(blocks), 1, 1)
                     parts.ids[:], parts.first[:], parts.counts[:], parts.names[:] = blocks, *spans, column
                 with pytest.raises(ValueError, match=expected):
                     server.answer(given, (len(blocks), 1, 1))
