@@ -34,6 +34,7 @@ from gear_loader.storage.schema import Schema
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 DEVICE = torch.device("cuda", 1)
 POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
+STEPS: Any = (("obs", (3,), np.float32), ("wide", (80,), np.int16), ("reward", (), np.float64))
 
 
 @contextlib.contextmanager
@@ -461,6 +462,28 @@ def test_nothing_is_stored_twice() -> None:
     sizes = {"max_steps": 10**6, "max_trajectories": 1000, "block_steps": 16, "device": DEVICE}
     with stand_in(), gear.Table.create(SCHEMA, **sizes, memory="1MiB") as table:
         assert 2**20 - step < table._engine.region.layout.device_bytes <= 2**20
+
+
+def test_a_column_of_a_record_crosses_the_bus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint reads column by column."""
+    select, moved = torch.index_select, list[int]()
+
+    def counted(*given: Any, out: torch.Tensor) -> Any:
+        moved.append(out.numel())
+        return select(*given, out=out)
+
+    with stand_in(), on_gpu(packed=True) as table:
+        slot = table.add(
+            {**TRAJECTORIES[0], **{name: np.zeros((16, *shape), dtype) for name, shape, dtype in STEPS}}
+        )
+        monkeypatch.setattr(torch, "index_select", counted)
+        source, one = table._engine.tier_reader(), np.ones(1, dtype=np.int64)
+        for name, each in (("obs", 12), ("reward", 8), ("wide", 160)):
+            given = np.array([slot]), one, 0 * one, 16 * one, {name: (np.empty(4096, np.uint8), 0 * one)}
+            source.read(*given)
+            assert moved.pop() == 16 * each
+        source.read(np.array([slot]), one, 0 * one, one, {"task": (np.empty(8, np.uint8), 0 * one)})
+        assert moved == [8]
 
 
 def test_what_a_table_on_a_gpu_refuses() -> None:

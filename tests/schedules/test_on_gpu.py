@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import random
 import signal
 import threading
@@ -21,6 +22,7 @@ import pytest
 import torch
 from cases import mostly_long
 from streams import instead
+from table_common import fresh_name
 
 import gear_loader as gear
 from gear_loader.errors import GpuError
@@ -42,15 +44,20 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Place:
-    """A GPU, or the stand-in with its threads; `disks`: a context in which tables with disks are made and closed."""
+    """A GPU, or the stand-in with its threads.
+
+    Attributes:
+        disks, serving: contexts in which tables with disks, and with names, are made and closed.
+    """
 
     def __init__(
         self,
         threads: Any = threading,
         give_way: Callable[[], object] = lambda: time.sleep(0),
         disks: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        serving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._threads, self.give_way, self.disks = threads, give_way, disks
+        self._threads, self.give_way, self.disks, self.serving = threads, give_way, disks, serving
 
     def start(self, target: Callable[[], None]) -> Callable[[], None]:
         """Start a thread; gives what waits for it, and raises its error."""
@@ -82,7 +89,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     if REAL:
         pytest.skip("there is a real torch.cuda")
     with instead.installed("random") as cuda:
-        yield Place(cuda.threads.threading, cuda.threads.switch, cuda.disks_in_turn)
+        yield Place(cuda.threads.threading, cuda.threads.switch, cuda.disks_in_turn, cuda.serving_blocks)
         gc.collect()
     cuda.check()
 
@@ -188,6 +195,29 @@ def test_a_table_in_the_memory_of_the_gpu_with_a_disk_below(place: Place, kind: 
             check(dataset(table, kind).sample())
             for one, other in zip(table.indices().tolist(), whole.indices().tolist(), strict=True):
                 equal(table[one], whole[other])
+
+
+def test_a_forked_child_reads_a_table_in_the_memory_of_the_gpu(place: Place) -> None:
+    with place.serving(), made_table() as whole, made_table(device=DEVICE, name=fresh_name()) as table:
+        try:
+            if (child := os.fork()) == 0:
+                status = 1
+                signal.alarm(100)
+                try:
+                    torch.set_num_threads(1)  # those of the parent are not here
+                    for kind in ("uniform", "packed"):
+                        found, expected = (dataset(each, kind, "cpu", prefetch=0) for each in (table, whole))
+                        for batch, other in zip(found, expected, strict=True):
+                            check(batch)
+                            equal(batch, other)
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            for index in table.indices().tolist():
+                equal(table[index], whole[index])
+        finally:
+            table.unlink()
 
 
 @pytest.mark.parametrize("kind", mostly_long(["uniform", "annealed", "packed"], "annealed", "packed"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -84,6 +85,8 @@ def in_child(call: Callable[[], object]) -> str:
     """What a call returns in a forked child, or its error, as text."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
+        signal.alarm(100)
+        torch.set_num_threads(1)  # those of the parent are not here
         try:
             found = repr(call())
         except BaseException as error:
