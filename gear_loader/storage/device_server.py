@@ -125,8 +125,9 @@ class BlockClient:
     def _absence(self) -> RegionError:
         return RegionError(
             f"The blocks of table {self._name!r} were in the memory of {self._layout.device}, and the process that had "
-            f"them has ended or closed the table. Remove what is left with `gear-loader rm {self._name}`; what was "
-            "written to a disk or saved comes back by Table.recover or Table.load."
+            "them has ended or closed the table, or is in another network namespace. Remove what is left with "
+            f"`gear-loader rm {self._name}`; what was saved, or written to a disk, comes back by Table.load or "
+            "Table.recover."
         )
 
     def read(self, ids: Array, first: Array, counts: Array, outs: Mapping[int, Mapping[str, Array]]) -> None:
