@@ -2,7 +2,7 @@
 
 The owner listens at a Unix socket of the abstract namespace, called after the table's file. A process that reads hands
 over some memory of its own (a memfd), again when it needs more. A request is a message with three numbers, and the rest
-lies in that memory; the answer is a message too, empty if all is well:
+lies in that memory; the answer is "done", or says what is wrong:
 
     ids     int32 [b], blocks of the spans, one span after another
     first   int64 [n], counts int64 [n]: first step of each span in its trajectory, and number of steps, at least 1

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,33 @@ def test_invalid_requests_are_answered_with_an_error() -> None:
 
         assert "RegionError: Blocks of table" in (told := in_child(ask))
         assert "cannot be read: 1 blocks, of 400" in told
+
+
+def test_an_answer_that_comes_too_late_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a time-out, and after an interrupt, the next requests are answered as ever."""
+    answer, late = device_server.BlockServer.answer, [2.0, 0.5]
+
+    def answer_late(*given: Any) -> None:
+        time.sleep(late.pop() if late else 0)
+        answer(*given)
+
+    monkeypatch.setattr(device_server.BlockServer, "answer", answer_late)
+    with owned() as table:
+        fill(table)
+
+        def ask() -> str:
+            device_server.LOCK_TIMEOUT = 0.2
+            with pytest.raises(RegionError, match=r"has not answered for 0.2 s; perhaps it is stopped"):
+                table[3]
+            device_server.LOCK_TIMEOUT = 60.0
+            table._engine.region.block_client().close()
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                table[4]
+            return str([table[index]["number"][0].item() for index in (5, 6)])
+
+        assert in_child(ask) == "'[5, 6]'"
 
 
 def test_a_table_whose_owner_has_closed_it() -> None:
