@@ -298,7 +298,7 @@ class WriteBehind:
                     with self._mutex:
                         missing = spiller.move(self._table) if self._table is not None else 0
                     self._tier_error = None
-                except GearError as error:
+                except (GearError, RuntimeError) as error:  # the latter of a GPU
                     self._tier_error = f"Trajectories of {self._known} stay where they are: {error}"
                     notice(f"tier {self._place.directory.path}", self._tier_error)
                     missing = 1

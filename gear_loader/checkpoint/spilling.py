@@ -351,6 +351,7 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
     except (StaleIndexError, MovedRowsError):
         return 0
     places = {name: engine.region.column_place(name) for name in schema}
+    addresses = np.stack([data_address(out) + offsets for out, offsets in outs.values()], axis=1)
     relatives, found = Relatives(arrays, slots, ragged_steps=bool(schema.steps.ragged)), Relative()
 
     def place(i: int) -> Relative | None:
@@ -359,6 +360,9 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
         return found if values is None or values.place(i, found) else None
 
     def write(i: int, ids: Array) -> None:
+        if memory is not None:
+            memory.write([*schema], engine.targets, ids, addresses[i : i + 1], rows[i : i + 1])
+            return
         if values is not None:
             values.write()
         zero, size = np.zeros(1, dtype=np.int64), arrays.block_steps
@@ -374,15 +378,18 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
                     given = address + first * step, 0, (end - first) * step, zero, np.array([end - first])
                     copy_rows(*given, zero, np.ascontiguousarray(blocks), places[name], True)
 
-    done = [
-        engine.index.promote(
-            slot,
-            generation,
-            tuple(known[i]),
-            functools.partial(write, i),
-            functools.partial(place, i),
-        )
-        for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
-    ]
+    with engine.region.using() as memory:  # that of a GPU, or None
+        if engine.device is not None and memory is None:
+            return 0  # another process has it
+        done = [
+            engine.index.promote(
+                slot,
+                generation,
+                tuple(known[i]),
+                functools.partial(write, i),
+                functools.partial(place, i),
+            )
+            for i, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True))
+        ]
     arrays.tier_counts[PROMOTED_BYTES] += int(rows[done].sum()) * schema.step_bytes  # of the owner alone
     return sum(done)

@@ -223,7 +223,7 @@ class FileReader:
         counts: Array,
         outs: Mapping[str, tuple[Array, Array]],
         *,
-        drawn: int = 0,
+        drawn: Array | None = None,
     ) -> None:
         """See `gear_loader.storage.source.Source.read`."""
         places = self._read(slots, generations, first, counts, outs, drawn=drawn)
@@ -263,7 +263,7 @@ class FileReader:
         counts: Array,
         outs: Mapping[str, tuple[Array, Array]],
         *,
-        drawn: int = 0,
+        drawn: Array | None = None,
         tags: Array | None = None,
     ) -> Array:
         """Read spans of files; return where the trajectories are, as `_look_up` does.
@@ -306,8 +306,8 @@ class FileReader:
         if failed:
             cause = failed[min(failed)]
             raise self._lost(failed, slots, generations) from cause
-        if drawn:
-            self._counts.add(drawn, int(reads.pieces[:, BYTES].sum()), began, time.monotonic_ns())
+        if drawn is not None:
+            self._counts.add(int(drawn.sum()), int(reads.pieces[:, BYTES].sum()), began, time.monotonic_ns())
         return places
 
     def sizes(self, slots: Array) -> Array:

@@ -316,7 +316,7 @@ def collector_for(
     if tree or (staged and (text or timed or tables[0]._engine.has_tier or source.only is None)):
         zero_copy = False
     if zero_copy is None and here is not None:
-        zero_copy = device == here
+        zero_copy = device == here and tables[0]._engine.region.device_memory is not None
     if zero_copy is None:
         region = tables[0]._engine.region
         pinning = on_gpu and region.is_pinning

@@ -148,6 +148,12 @@ class CudaMover(RowMover):
         self.follows = [table._engine.region for table in tables if table._engine.device is not None]
         self.staging = Staging(pinned=device.type == "cuda")
 
+    def follow(self) -> None:
+        """Let what is queued from here on come after what is on its way into the memory of `follows`."""
+        for region in self.follows:
+            if region.device_memory is not None:  # else it is closed
+                region.device_memory.follow(current_stream(self._device))
+
     def run(self, buffers: Any, rows: Any, read: Callable[[Any, Any, Any], None]) -> None:
         """Let `read` queue a batch on the current stream, and record `filled` after it."""
         gpu: GpuSide = buffers.gpu
@@ -156,9 +162,7 @@ class CudaMover(RowMover):
         gpu.filled.synchronize()
         while gpu.parts:
             self.staging.give(gpu.parts.pop())
-        for region in self.follows:
-            if region.device_memory is not None:  # else it is closed
-                region.device_memory.follow(current_stream(self._device))
+        self.follow()
         graph = gpu.work.graph
         try:
             read(self, buffers, rows)

@@ -438,7 +438,7 @@ class PackedHost(HostMover):
             spans,
             starts,
             which,
-            drawn=len(which),
+            drawn=np.ones_like(which),
         )
         _number(buffers, starts, *spans)
 

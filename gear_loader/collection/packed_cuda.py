@@ -370,6 +370,7 @@ class PackedCuda(CudaMover):
             return bad
 
         _, outside = split_rows(table, slots[which], inside, on_gpu=True)
+        self.follow()  # trajectories may have come back from the disk since `run`
         if len(outside):
             part = self._read(buffers, table, rows, which[outside])
             self.place(buffers, part, np.arange(len(rows)))
@@ -427,7 +428,7 @@ class PackedCuda(CudaMover):
         outs = {name: (memory.numpy(), offsets[name] + places[name]) for name in offsets}
         try:
             names = rows.slots[which], rows.generations[which]
-            table._engine.tier_reader().read(*names, firsts, counts, outs, drawn=len(which))
+            table._engine.tier_reader().read(*names, firsts, counts, outs, drawn=np.ones_like(which))
         except BaseException:
             self.staging.give(memory)
             raise

@@ -236,6 +236,7 @@ class PaddedCuda(CudaMover):
         extent = buffers.host["rows"][3:].view(-1, 3).numpy()[first : first + count]
         ids = buffers.host["blocks"].numpy()[first : first + count]
         inside, outside = tier.resolve(slots, anchors, extent, ids)
+        self.follow()  # trajectories may have come back from the disk since `run`
         if len(outside):
             memory = self.staging.take(buffers.place.size(len(outside)))
             try:

@@ -44,7 +44,7 @@ def read_packed(
     starts: Array,
     which: Array,
     *,
-    drawn: int = 0,
+    drawn: Array | None = None,
 ) -> None:
     """Read rows right into their places in packed memory.
 
@@ -64,7 +64,7 @@ def read_packed(
             for column, place in now.items()
         }
         source.read(
-            slots, generations, spans[0], spans[1], outs, drawn=drawn if len(left) == len(places) else 0
+            slots, generations, spans[0], spans[1], outs, drawn=drawn if len(left) == len(places) else None
         )
         left = [place for place in left if now[place.column] is not place]
 
@@ -152,7 +152,7 @@ class StagedRows:
             if name not in memory or len(memory[name]) < needed:
                 memory[name] = np.empty(needed, dtype=np.uint8)
             outs[name] = memory[name], (np.arange(len(chosen)) if once else begins * size) * step
-        source.read(chosen, generations[some], first, counts, outs, drawn=len(slots))
+        source.read(chosen, generations[some], first, counts, outs, drawn=np.bincount(place))
         # The blocks of each trajectory from `low` on, one trajectory after another; columns per trajectory have one
         # block of each.
         staged, bad = extent.copy(), 0

@@ -32,9 +32,9 @@ class TierRows:
         )
 
     def outside(self, slots: Array) -> Array:
-        """Which trajectories lie on disk only now, bool [n]."""
+        """Which trajectories lie on disk only now, or on a GPU, bool [n]."""
         found: Array = self.table._engine.index.arrays.extent[slots, 1] < 0
-        return found
+        return found | (self.table._engine.device is not None)
 
     def gather(
         self,

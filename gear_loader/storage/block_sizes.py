@@ -143,7 +143,7 @@ def blocks_within(memory: int | str, most: int, schema: Schema, **options: Any) 
     if needed(1) > count:
         index = f"the index of {options['max_trajectories']:,} trajectories and "
         raise SchemaError(
-            f"memory is {memory!r}, {count:,} bytes; {'' if options.get('on_device') else index}one block of "
+            f"memory is {memory!r}, {count:,} bytes; {'' if options.get('device') else index}one block of "
             f"{options['block_steps']} steps take {needed(1):,}. Raise it, or lower max_trajectories."
         )
     fits, above = 1, min(most, LARGEST_COUNT) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class DeviceMemory:
         device: as given. num_bytes: of the blocks, as allocated. staging_bytes: of one piece of staging memory.
 
     Raises:
-        RegionError: the GPU has not enough free memory.
+        RegionError: the GPU has not enough free memory; also where blocks are written or read, for staging memory.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -109,13 +109,22 @@ class DeviceMemory:
         try:
             staging = self._spare.popleft()
         except IndexError:
-            staging = _StagedBlocks(self._most, self._layout.block_bytes, self.device)
+            staging = self._new_staging()
         try:
             staging.left.synchronize()
             yield staging
         finally:
             staging.left.record(self._stream)
             self._spare.append(staging)
+
+    def _new_staging(self) -> _StagedBlocks:
+        try:
+            return _StagedBlocks(self._most, self._layout.block_bytes, self.device)
+        except torch.OutOfMemoryError as error:
+            raise RegionError(
+                f"Values are copied to and from {self.device} through {formatted(self.staging_bytes)} there, and it "
+                f"has {formatted(torch.cuda.mem_get_info(self.device)[0])} free. Lower the table's memory."
+            ) from error
 
     # ---------------------------------------------------------------- to the device
 
@@ -131,7 +140,7 @@ class DeviceMemory:
         """
         if len(self._spare) < 2:
             with self._queueing():
-                self._spare.append(_StagedBlocks(self._most, self._layout.block_bytes, self.device))
+                self._spare.append(self._new_staging())
         once = columns[:, 1] < 0
         try:
             for low, high, which, begins, counts in self._pieces(np.zeros_like(lengths), lengths):
@@ -220,6 +229,18 @@ class DeviceMemory:
 
     # ---------------------------------------------------------------- to the host
 
+    def _part(self, base: int, names: Collection[str]) -> tuple[torch.Tensor, int]:
+        """The bytes of some columns in the array of blocks at `base`, uint8 ``[blocks, steps, bytes]`` on the device,
+        and the first of them in a step; of columns per trajectory there is one step."""
+        columns = [self._layout.columns[name] for name in names]
+        low = min(column.inside for column in columns)
+        high = max(column.inside + column.step_bytes for column in columns)
+        steps, every = self._layout.block_steps, columns[0].step_stride
+        if any(self._layout.schema[name].trajectory for name in names):
+            steps = 1
+        blocks = self._blocks(base)
+        return blocks[:, : steps * every].view(len(blocks), steps, every)[:, :, low:high], low
+
     def read(self, ids: Array, first: Array, counts: Array, outs: Mapping[int, Mapping[str, Array]]) -> None:
         """Copy spans of trajectories out of their blocks. Waits for the GPU.
 
@@ -234,10 +255,12 @@ class DeviceMemory:
             with self._queueing(), self._staged() as staging:
                 staging.ids.numpy()[:count] = ids[low:high]
                 staging.device_ids[:count].copy_(staging.ids[:count], non_blocking=True)
-                for base in outs:
-                    blocks, begin = self._blocks(base), end
-                    end += count * blocks.shape[1]
-                    part = staging.device[begin:end].view(count, -1)
+                parts = []
+                for base, names in outs.items():
+                    blocks, low = self._part(base, names)
+                    parts.append((names, end, low, blocks.shape[1:]))
+                    begin, end = end, end + count * blocks[0].numel()
+                    part = staging.device[begin:end].view(count, *blocks.shape[1:])
                     torch.index_select(blocks, 0, staging.device_ids[:count], out=part)
                 staging.host[:end].copy_(staging.device[:end], non_blocking=True)
                 staging.left.record(self._stream)
@@ -245,11 +268,10 @@ class DeviceMemory:
                 # Each span begins in the block after the last one of the span before.
                 here = -(-(begins + steps) // size) - begins // size
                 places = (np.cumsum(here) - here) * size + begins % size
-                address = staging.host.data_ptr()
-                for names in outs.values():
+                for names, offset, low, (rows, width) in parts:
                     for name, addresses in names.items():
                         place = layout.columns[name]
-                        sizes = place.block_stride, place.step_bytes, place.step_stride, size
+                        address = staging.host.data_ptr() + offset + place.inside - low
+                        column = np.array([address, rows * width, place.step_bytes, width, rows])
                         into = addresses[which] + (begins - first[which]) * place.step_bytes
-                        copying.copy_spans(np.array([address + place.inside, *sizes]), places, steps, into)
-                    address += count * place.block_stride
+                        copying.copy_spans(column, places // size * rows + places % size, steps, into)

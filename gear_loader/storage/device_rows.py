@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from gear_loader.storage.counters import NUM_SPILLED
+from gear_loader.storage.disk import TierReader
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.region import Region
 from gear_loader.utils.arrays import Array, data_address
@@ -16,11 +18,13 @@ class DeviceRows:
 
     Args:
         region: of the table. arrays: of its index.
+        files: reads trajectories that lie on disk only; None without a disk tier.
     """
 
-    def __init__(self, region: Region, arrays: IndexArrays) -> None:
-        assert region.device_memory is not None
-        self._memory, self._layout, self._arrays = region.device_memory, region.layout, arrays
+    def __init__(self, region: Region, arrays: IndexArrays, files: TierReader | None) -> None:
+        self._memory = region.device_memory or region.block_client()
+        self._layout, self._arrays = region.layout, arrays
+        self._files = files
 
     def sizes(self, slots: Array) -> Array:
         found: Array = self._arrays.extent[slots][:, [0, 2]]
@@ -34,11 +38,27 @@ class DeviceRows:
         counts: Array,
         outs: Mapping[str, tuple[Array, Array]],
         *,
-        drawn: int = 0,
+        drawn: Array | None = None,
     ) -> None:
         """Read spans of trajectories. Waits for the GPU."""
-        arrays, layout = self._arrays, self._layout
-        places, size, some = arrays.extent[slots, 1], layout.block_steps, counts > 0
+        places, files = self._arrays.extent[slots, 1], self._files
+        if files is None:
+            self._read(places, first, counts, outs)
+            return
+        here, away = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+        if drawn is not None and self._arrays.counters[NUM_SPILLED]:
+            files.count_hits(int(drawn[here].sum()))
+        if len(here):
+            self._read(places[here], first[here], counts[here], _some(outs, here))
+        if len(away):
+            names, given = (slots[away], generations[away]), None if drawn is None else drawn[away]
+            files.read(*names, first[away], counts[away], _some(outs, away), drawn=given)
+
+    def _read(
+        self, places: Array, first: Array, counts: Array, outs: Mapping[str, tuple[Array, Array]]
+    ) -> None:
+        """`read` of trajectories on the GPU, by their places in the block tables, int64 [n]."""
+        arrays, layout, size, some = self._arrays, self._layout, self._layout.block_steps, counts > 0
         steps, once = dict[int, dict[str, Array]](), dict[int, dict[str, Array]]()
         for name, (out, offsets) in outs.items():
             is_once = layout.schema[name].trajectory
@@ -56,7 +76,15 @@ class DeviceRows:
             self._memory.read(arrays.ids_at(places), 0 * one, one, once)
 
     def count_hits(self, rows: int) -> None:
-        """Nothing: no table on a GPU has a disk tier."""
+        """See `gear_loader.storage.disk.TierReader.count_hits`."""
+        if self._files is not None:
+            self._files.count_hits(rows)
 
     def flush(self) -> None:
-        """Nothing, as `count_hits`."""
+        """See `gear_loader.storage.disk.TierReader.flush`."""
+        if self._files is not None:
+            self._files.flush()
+
+
+def _some(outs: Mapping[str, tuple[Array, Array]], which: Array) -> dict[str, tuple[Array, Array]]:
+    return {name: (out, offsets[which]) for name, (out, offsets) in outs.items()}

@@ -91,7 +91,7 @@ class Engine:
         self.statistics: Statistics | None = None
         self.loading: Loading | None = None
         self._index: Index | None = Index(region)
-        self.device = None if region.device_memory is None else region.device_memory.device
+        self.device = None if region.layout.device is None else torch.device(region.layout.device)
         self._tier_reader: TierReader | None = None
         self.sampled = Sampled()
         self._index.admission.timeout = timeout
@@ -215,6 +215,12 @@ class Engine:
     ) -> Array:
         """As `store`, for steps that fit the schema, and that come after `prefixes`."""
         index = self.index if index is None else index
+        if self.device is not None and self.region.device_memory is None:
+            raise SchemaError(
+                f"Trajectories were to be added to table {self.name!r}, whose blocks are in the memory of "
+                f"{self.device}; only the process that created it adds. Send them there, or create the table in host "
+                "memory."
+            )
         lengths = steps.lengths if finals is None else steps.lengths - finals
         lengths = lengths if prefixes is None else lengths + prefixes.steps
         self._check_lengths(lengths)
@@ -470,12 +476,12 @@ class Engine:
     def tier_reader(self) -> TierReader:
         """What reads trajectories on a GPU, or on disk only, in this process; opens its files when they are read."""
         if self._tier_reader is None:
-            on_device = self.device is not None
-            self._tier_reader = (
-                DeviceRows(self.region, self.index.arrays) if on_device else provided("TierFiles")(self)
-            )
-        reader: TierReader = self._tier_reader
-        return reader
+            reader: TierReader | None = provided("TierFiles")(self) if self.has_tier else None
+            if self.device is not None:
+                reader = DeviceRows(self.region, self.index.arrays, reader)
+            self._tier_reader = reader
+        assert self._tier_reader is not None
+        return self._tier_reader
 
     def prefer_in_memory(self, keep: Literal["newest", "oldest", "priority"]) -> None:
         """Tell the owner of a table with a disk tier what is drawn most, for ``Disk(keep="auto")``."""
@@ -571,6 +577,8 @@ def _after_fork() -> None:
     for engine in list(_engines):
         if engine.region.is_lost:
             engine._index = None
+        if engine.device is not None:
+            engine._tier_reader = None  # reads in another way from now on
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -74,6 +74,7 @@ import dataclasses
 import json
 import mmap
 import os
+import re
 import reprlib
 import struct
 import zlib
@@ -91,7 +92,7 @@ from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
@@ -192,7 +193,7 @@ class Layout:
         prefixes: whether trajectories may share the blocks of their first steps, see `prefixes.py`.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
-        on_device: whether the blocks lie in the memory of a GPU, and the region holds the index alone.
+        device: the GPU in whose memory the blocks lie, such as ``"cuda:0"``: the region holds the index alone; or None.
         device_bytes: bytes of the blocks there; 0 of others. The first of them is byte `index_bytes` of the layout.
     """
 
@@ -209,7 +210,7 @@ class Layout:
         tier: Tier | None = None,
         payload: int = 0,
         prefixes: bool = False,
-        on_device: bool = False,
+        device: str | None = None,
     ) -> None:
         self.schema = schema
         self.payload = payload
@@ -222,6 +223,7 @@ class Layout:
         self.record = Record.of(schema) if packed else None
         self.rules = Rules() if rules is None else rules
         self.tier = tier
+        self.device, on_device = device, device is not None
         self.group = 1 << ((max_trajectories - 1).bit_length() + 1) // 2
         entries = num_blocks
         if prefixes:  # those of all trajectories, each with a final step
@@ -286,7 +288,6 @@ class Layout:
             self.columns[name] = ColumnLayout(end, size, stride, size)
             self.block_bytes += stride
             end = round_up(end + num_blocks * stride, LINE)
-        self.on_device = on_device
         self.device_bytes = num_blocks * self.block_bytes if on_device else 0
         self.payload_offset = end = base if on_device else end
         end += 0 if on_device else payload + LINE
@@ -317,6 +318,7 @@ class Layout:
             "tier": None if self.tier is None else self.tier.to_json(),
             "payload": self.payload,
             "prefixes": self.prefixes,
+            "device": self.device,
         }
         header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
         if len(header) > HEADER_LIMIT:
@@ -384,7 +386,7 @@ class Layout:
             "block_steps": LARGEST_SIZE,
             "num_blocks": LARGEST_COUNT,
         }
-        expected = sorted([*sizes, "packed", "payload", "prefixes", "schema", "rules", "tier"])
+        expected = sorted([*sizes, "packed", "payload", "prefixes", "schema", "rules", "tier", "device"])
         if not isinstance(fields, dict) or sorted(fields) != expected:
             raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
         for key, largest in sizes.items():
@@ -402,12 +404,17 @@ class Layout:
         for key, value in flags.items():
             if type(value) is not bool:
                 raise SchemaError(f"{key} is {reprlib.repr(value)}; expected True or False")
+        device = fields["device"]
+        if device is not None and not (type(device) is str and re.fullmatch(r"cuda:\d{1,4}", device)):
+            raise SchemaError(f"device is {reprlib.repr(device)}; expected None or a GPU such as 'cuda:0'")
+        if device is not None and (payload or flags["prefixes"]):
+            raise SchemaError(f"device is {device!r}, with payload or prefixes; expected neither")
         if not isinstance(fields["rules"], dict):
             raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
         schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
         tier = None if fields["tier"] is None else Tier.from_json(fields["tier"])
         counts = {key: fields[key] for key in (*sizes, "payload")}
-        return cls(schema, rules=rules, tier=tier, **flags, **counts)
+        return cls(schema, rules=rules, tier=tier, device=device, **flags, **counts)
 
 
 def read_counters(fd: int, size: int) -> tuple[Layout, tuple[int, ...]]:

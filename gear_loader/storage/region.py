@@ -21,6 +21,7 @@ from gear_loader.errors import PrivateTableError, RegionError, TableClosedError
 from gear_loader.storage import numa, pages, shared_memory
 from gear_loader.storage.counters import BELL
 from gear_loader.storage.device_memory import DeviceMemory
+from gear_loader.storage.device_server import BlockClient, BlockServer
 from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.storage.lock import IndexLock
 from gear_loader.storage.pinning import Pinning, unregister
@@ -83,17 +84,27 @@ class _Mapping:
         self.pinning: Pinning | None = None  # in progress; counts as a user, so that its memory stays mapped
         self.registered: list[int] = []
         self.devices: set[int] = set()  # GPUs whose kernels read it
-        self.device_memory: DeviceMemory | None = None  # of the blocks, if they lie on a GPU
+        self.device_memory: DeviceMemory | None = None  # of the blocks, if this process has them on a GPU
+        self.block_server: BlockServer | None = None  # of these, for other processes
+        self.block_client: BlockClient | None = None  # if another process has them
         self.is_parents = False  # private memory that forked children do not receive
         self.is_lost = False  # such memory of the parent process
         self.every.add(self)
 
     @classmethod
-    def make(cls, path: str, name: str, layout: Layout, huge: pages.HugePages, node: int | None) -> _Mapping:
+    def make(
+        cls,
+        path: str,
+        name: str,
+        layout: Layout,
+        huge: pages.HugePages,
+        node: int | None,
+        device_memory: DeviceMemory | None,
+    ) -> _Mapping:
         """Create a file of zeros with its header, and link it to its name when complete: no partial file remains."""
         memory, count = None, pages.file_bytes(layout.region_bytes)
         file = open_descriptor(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        fd = file.fileno()
+        fd, server = file.fileno(), None
         try:
             os.ftruncate(fd, count)  # so that a tmpfs allocates huge pages within the file's size
             memory, offset = pages.map_file(fd, count)
@@ -103,7 +114,10 @@ class _Mapping:
             _write_header(memory, offset, layout)  # not by write(), which a hugetlbfs lacks
             fcntl.flock(fd, fcntl.LOCK_SH)  # marks it as used, see `gear_loader.storage.shared_memory`
             info = os.fstat(fd)
-            mapping = cls(memory, offset, name, file, (info.st_dev, info.st_ino))
+            mapping = cls(memory, offset, name, file, key := (info.st_dev, info.st_ino))
+            if device_memory is not None:
+                mapping.device_memory = device_memory
+                mapping.block_server = server = BlockServer(device_memory, layout, key)
             with guarded():
                 # /proc/self/fd holds symbolic links, which os.link() follows only if a directory is given. An absolute
                 # path does not use the directory.
@@ -111,6 +125,8 @@ class _Mapping:
                 mapping.remember()
             return mapping
         except BaseException:
+            if server is not None:
+                server.close()
             if memory is not None:
                 memory.close()
             file.close()
@@ -192,6 +208,10 @@ class _Mapping:
             with torch.cuda.device(min(self.devices)):
                 unregister(self.registered)
             self.devices.clear()
+        for each in (self.block_server, self.block_client):
+            if each is not None:
+                each.close()
+        self.block_server = self.block_client = None
         if self.device_memory is not None and not self.is_lost:
             torch.cuda.synchronize(self.device_memory.device)
             self.device_memory = None
@@ -299,12 +319,17 @@ class _Mapping:
             mapping.is_lost |= mapping.is_parents and mapping.memory is not None
             # A child does not inherit registrations with CUDA.
             mapping.pinned, mapping.registered, mapping.devices = None, [], set()
+            if mapping.block_server is not None:  # of the parent, which is asked for blocks from now on
+                mapping.block_server.leave()
+                _left.append((mapping.block_server, mapping.device_memory))  # neither is freed here
+                mapping.block_server = mapping.device_memory = None
             if mapping.pinning is not None:  # the thread, which is a user, is the parent's
                 mapping.pinning = None
                 mapping.released.append(mapping)
 
 
 _lost: list[mmap.mmap] = []
+_left: list[Any] = []
 os.register_at_fork(after_in_child=_Mapping.after_fork)
 shared_memory.afterwards.append(_Mapping.sweep)
 
@@ -316,7 +341,6 @@ class Region:
 
     Attributes:
         bytes: uint8 [region bytes], view of the whole region; None after `close`.
-        device_memory: where the blocks lie, if that is a GPU; else None.
     """
 
     def __init__(self, mapping: _Mapping, layout: Layout, name: str | None) -> None:
@@ -329,7 +353,6 @@ class Region:
             mapping.memory, dtype=np.uint8, count=layout.region_bytes, offset=mapping.offset
         )
         self._mapping = mapping
-        self.device_memory = mapping.device_memory
         if mapping.fd is not None:
             self.lock.hear(self.array("counters")[BELL:].ctypes.data)
         self._release = weakref.finalize(self, mapping.release)
@@ -357,7 +380,7 @@ class Region:
             name: name of the region, or None.
             huge_pages: as for `Table.create`.
             node: NUMA node whose memory is preferred, or None.
-            device: GPU on which the blocks of a private region lie, with its index; None: they lie in the region.
+            device: GPU on which the blocks lie, with its index; None: they lie in the region.
 
         Raises:
             RegionError: the name is taken, there is not enough memory, huge pages were asked for and cannot be had, or
@@ -387,8 +410,10 @@ class Region:
             raise RegionError(_exists(name))
         if layout.region_bytes > pages.space_of_files()[1]:
             raise RegionError(_too_large(layout.region_bytes))
+        device_memory = None if device is None else DeviceMemory(layout, device)
         try:
-            mapping = _Mapping.make(path, f"Table {name!r} ({path})", layout, huge_pages, node)
+            given = f"Table {name!r} ({path})", layout, huge_pages, node, device_memory
+            mapping = _Mapping.make(path, *given)
         except FileExistsError as error:
             raise RegionError(_exists(name)) from error
         except RegionError:
@@ -466,13 +491,13 @@ class Region:
 
     def blocks(self, name: str) -> torch.Tensor:
         """The blocks that hold column `name`, perhaps with others: uint8 ``[blocks, block_stride]``, where they lie."""
-        if self.device_memory is not None:
+        if (memory := self.device_memory) is not None:
             self._view()
-            return self.device_memory.blocks(name)
+            return memory.blocks(name)
         return torch.from_numpy(self._host_blocks(name))
 
     def _host_blocks(self, name: str) -> np.ndarray[Any, Any]:
-        assert self.device_memory is None
+        assert self.layout.device is None
         column = self.layout.columns[name]
         count = self.layout.num_blocks * column.block_stride
         return self._view()[column.base : column.base + count].reshape(-1, column.block_stride)
@@ -498,7 +523,7 @@ class Region:
         The address is 0 if the blocks lie on a GPU: no loop of the CPU takes it."""
         place = self.layout.columns[name]
         sizes = place.block_stride, place.step_bytes, place.step_stride, self.layout.block_steps
-        first = 0 if self.layout.on_device else self.column(name).ctypes.data
+        first = 0 if self.layout.device else self.column(name).ctypes.data
         return np.array([first, *sizes], dtype=np.int64)
 
     def _view(self) -> np.ndarray[Any, Any]:
@@ -506,6 +531,19 @@ class Region:
         if view is None or self._mapping.is_lost:
             raise self.absence()
         return view
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        """Where the blocks lie, if this process has them in the memory of a GPU; None also after `close`."""
+        return None if self.bytes is None else self._mapping.device_memory
+
+    def block_client(self) -> BlockClient:
+        """What reads the blocks, if another process has them in the memory of a GPU."""
+        mapping = self._mapping
+        assert mapping.key is not None
+        if mapping.block_client is None:
+            mapping.block_client = BlockClient(self.layout, mapping.key, str(self.name))
+        return mapping.block_client
 
     @property
     def is_lost(self) -> bool:
@@ -593,8 +631,10 @@ class Region:
             return False
         index = None if device is None else device.index
         index = torch.cuda.current_device() if index is None else index
-        if mapping.device_memory is not None and index != mapping.device_memory.device.index:
-            return False
+        if self.layout.device is not None:
+            has_blocks = mapping.device_memory is not None
+            if not has_blocks or index != torch.device(self.layout.device).index:
+                return False
         if index in mapping.devices:
             return True
         base, total = self._view().ctypes.data, round_up(self.layout.region_bytes, mmap.PAGESIZE)
@@ -635,7 +675,7 @@ class Region:
 
     def close(self) -> None:
         """Release the region; its last user in this process unregisters and unmaps it. Idempotent."""
-        self.bytes = self.device_memory = None
+        self.bytes = None
         self._release()
 
 

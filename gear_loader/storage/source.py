@@ -26,7 +26,7 @@ class Source(Protocol):
         counts: Array,
         outs: Mapping[str, tuple[Array, Array]],
         *,
-        drawn: int = 0,
+        drawn: Array | None = None,
     ) -> None:
         """Read spans of trajectories; a final step is the row after the last step.
 
@@ -35,7 +35,7 @@ class Source(Protocol):
             first, counts: int64 [n], first row of each, and number of rows.
             outs: column -> contiguous uint8 [bytes], and int64 [n]: where each trajectory's rows go in it. Of a column
                 per trajectory its one value.
-            drawn: rows of a batch that this is for, for counts.
+            drawn: int64 [n], rows of a batch that each trajectory is for, for counts; None: of no batch.
 
         Raises:
             LostRowsError: trajectories cannot be read. StaleIndexError: one is not there any more.

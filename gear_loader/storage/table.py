@@ -146,7 +146,8 @@ class Table:
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
                 is in `/dev/shm`, or in the directory that the environment variable ``GEAR_LOADER_DIR`` names when
                 `gear_loader` is imported: an absolute path on a tmpfs, the same in all processes. Without a name the
-                table is private memory, whose pages are allocated as they are written.
+                table is private memory, whose pages are allocated as they are written. Of a table with `device` other
+                processes read the rows through this one, as long as it has the table open; they cannot add.
             on_full: default policy of additions to a full table: ``"error"`` raises `TableFullError`;
                 ``"evict_oldest"`` evicts the oldest trajectories; ``"evict_lowest_priority"`` evicts those with the
                 lowest current priority (of `add` or `ReplayDataset.update_priority`; ties in any order, those without a
@@ -174,11 +175,13 @@ class Table:
                 error, except with ``"wait"``, which waits for space. A trajectory that cannot be read back is removed,
                 logged and counted, and its batch is drawn again. `Shards` over NIXL refuse such a table. See
                 docs/tiers.md.
-            device: a CUDA device whose memory holds the blocks; the index stays in host memory. The table is private,
-                and `memory` is that of the blocks. Batches for this device are gathered there; what the CPU reads
+            device: a CUDA device whose memory holds the blocks; the index stays in host memory, and `memory` is that of
+                the blocks. Batches for this device are gathered there; what the CPU reads
                 (batches, `gather`, ``table[i]``, `save`) is copied, which waits for the GPU. Written by
-                ``writers(n, device=...)``, `add` and `extend`. Not with `name`, `disk`, late, mutable or ragged
-                columns, or versions of a policy. By default everything is in host memory. See docs/gpu.md.
+                ``writers(n, device=...)``, `add` and `extend`. With a `disk` that has a size, trajectories beyond
+                `memory` are on that disk, and batches for the device read them from there. Not with late,
+                mutable or ragged columns, or versions of a policy. By default everything is in host memory. See
+                docs/gpu.md.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
@@ -197,7 +200,7 @@ class Table:
             raise SchemaError(f"disk is {shown(disk)}; expected None or a gear_loader.Disk.")
         else:
             tier = None if disk is None else disk.tier()
-        where = _place_of_blocks(schema, device, name=name, limits=limits, disk=tier or disk)
+        where = _place_of_blocks(schema, device, limits)
         layout = table_layout(
             schema,
             max_steps=max_steps,
@@ -208,7 +211,7 @@ class Table:
             rate_limiter=rate_limiter,
             limits=limits,
             tier=tier,
-            on_device=where is not None,
+            device=where,
         )
         late = {name: layout.schema[name] for name in layout.schema.late}
         if tier is not None:
@@ -251,6 +254,9 @@ class Table:
                 f"Table {name!r} exists with other columns, sizes or rules than were asked for; expected the same. "
                 "Attach to it, give another name, or use if_exists='replace'."
             )
+        region = table._engine.region
+        if region.layout.device is not None and region.device_memory is None:
+            region.block_client().connect()
         return table
 
     @classmethod
@@ -457,6 +463,7 @@ class Table:
         memory: int | str | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
+        device: str | torch.device | None = None,
     ) -> Table:
         """Create a table from what `create(disk=)` has written last, and go on writing into the same directory.
 
@@ -471,6 +478,7 @@ class Table:
             schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, payload, on_full, progress: as
                 for `load`. With `Disk.size` the memory is by default that of the saved table.
             memory: in place of `max_blocks`, as for `create`.
+            device: as for `load`.
 
         Raises:
             CheckpointError: as `load`; or the directory is in use, holds links, or cannot be written.
@@ -488,6 +496,7 @@ class Table:
             memory=memory,
             on_full=on_full,
             progress=progress,
+            device=device,
         )
         table: Table
         disk = disk if isinstance(disk, Disk) else Disk(disk)
@@ -735,7 +744,8 @@ class Table:
         count, layout = at_least("n", n), self._engine.region.layout
         most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
         chosen = None if device is None else device_of(device)
-        if self._engine.device not in (None, chosen):
+        has_blocks = self._engine.device is None or self._engine.region.device_memory is not None
+        if self._engine.device not in (None, chosen) or not has_blocks:
             raise self._elsewhere(f"writers(device={shown(device)})")
         if count > most:
             raise SchemaError(
@@ -1292,9 +1302,7 @@ class Table:
 _ONE = np.ones(1, dtype=np.int64)
 
 
-def _place_of_blocks(
-    schema: Mapping[str, Column], device: Any, *, name: str | None, limits: Any, disk: Any
-) -> torch.device | None:
+def _place_of_blocks(schema: Mapping[str, Column], device: Any, limits: Any) -> torch.device | None:
     """The GPU in whose memory the blocks of a new table lie; None for host memory.
 
     Raises:
@@ -1305,8 +1313,6 @@ def _place_of_blocks(
         return None
     columns = Schema(schema)
     refused = {
-        "name": (name, "other processes cannot attach to it"),
-        "disk": (disk, "it is not written to a disk; save() writes a checkpoint"),
         "late columns": (list(columns.late), "nothing is filled in afterwards"),
         "ragged columns": (list(columns.ragged), "their values would lie in host memory"),
         "mutable columns": (list(columns.mutable), "values stay as they were added"),

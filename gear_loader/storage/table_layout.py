@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.block_sizes import (
@@ -35,11 +36,11 @@ def table_layout(
     rate_limiter: RateLimiter | None,
     limits: Limits | None,
     tier: Tier | None,
-    on_device: bool = False,
+    device: torch.device | None = None,
 ) -> Layout:
     """The layout of a table with these options of `Table.create`, which has its rules too.
 
-    `on_device`: whether its blocks lie in the memory of a GPU.
+    `device`: the GPU in whose memory its blocks lie, with its index; or None.
 
     Raises:
         SchemaError: invalid sizes, columns or rules.
@@ -78,10 +79,10 @@ def table_layout(
     options: dict[str, Any] = {name: int(value) for name, value in sizes.items()}
     max_blocks = options.pop("max_blocks", None) or most_blocks(**options)
     options.update(
-        packed=packed, rules=rules, tier=tier, on_device=on_device, payload=_payload(schema, memory)
+        packed=packed, rules=rules, tier=tier, device=device and str(device), payload=_payload(schema, memory)
     )
     if memory.prefixes:
-        _check_prefixes(schema, "device" if on_device else None)
+        _check_prefixes(schema, "device" if device else None)
         options["prefixes"] = True
     if memory.size is not None:
         max_blocks = blocks_within(memory.size, max_blocks, schema, **options)

@@ -156,7 +156,7 @@ class WindowQuery(Query):
             columns[which] = marked
         self._columns = locate_columns(columns, sources, attached.engine.region)
         self._tier: Any = None
-        if attached.engine.has_tier:
+        if attached.engine.has_tier or attached.engine.device is not None:
             from gear_loader.collection.tier_rows import TierRows
 
             reach = reach_of(schema, self.spec.windows)
@@ -295,8 +295,8 @@ class SpanQuery(Query):
         index = attached.extent, attached.block_ids, attached.block_steps
         while True:
             inside, places = which, attached.extent[slots[which], 1]
-            if attached.engine.has_tier:
-                inside = which[places >= 0]
+            if attached.engine.has_tier or attached.engine.device is not None:
+                inside = which[(places >= 0) & (attached.engine.device is None)]
                 if at_once and len(inside) < len(which):
                     raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
             bad = gather_packed(
@@ -312,7 +312,7 @@ class SpanQuery(Query):
             if not bad or (attached.extent[slots[which], 1] == places).all():
                 break  # else some were moved to disk meanwhile, and may be back
         attached.engine.reader().check_gathered(bad)
-        if attached.engine.has_tier:
+        if attached.engine.has_tier and attached.engine.device is None:
             attached.engine.tier_reader().count_hits(len(inside))
         return inside
 
@@ -337,7 +337,7 @@ class SpanQuery(Query):
             np.stack((firsts, counts)),
             starts[which],
             which,
-            drawn=len(which),
+            drawn=np.ones_like(which),
         )
 
 

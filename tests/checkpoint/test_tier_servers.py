@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoint_common import flip
 from options_common import nested
+from streams.cuda import Cuda
 from table_common import fresh_name
 from tier_common import WINDOWS, fitting, rows, spill, tiered
 
@@ -25,6 +29,15 @@ from gear_loader.transport.table_cache import TableCache
 
 COUNT = 30
 LENGTHS = 1 + np.arange(COUNT) * 7 % 23
+
+
+@contextlib.contextmanager
+def on_stand_in() -> Iterator[None]:
+    cuda = Cuda(0, "random")
+    with cuda.installed(), cuda.disks_in_turn(), cuda.serving_blocks():
+        yield
+        gc.collect()  # what is dropped waits for the device
+    cuda.check()
 
 
 def reply(query: Any, asked: Any, *, on_disk: bool) -> Any:
@@ -42,11 +55,15 @@ def reply(query: Any, asked: Any, *, on_disk: bool) -> Any:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind", ["windows", "spans", "returns"])
-def test_a_server_sends_rows_of_it(tmp_path: Path, kind: str, packed: bool) -> None:
-    """Replies equal those of a table that fits, and are not made in the event loop if rows lie on disk."""
+@pytest.mark.parametrize("device", [None, torch.device("cuda", 1)])
+def test_a_server_sends_rows_of_it(tmp_path: Path, kind: str, packed: bool, device: Any) -> None:
+    """Replies equal those of a table that fits, and are not made in the event loop if rows lie on disk, or on a GPU."""
+    if device is not None and torch.cuda.is_available():
+        pytest.skip("there is a real torch.cuda")
     names = [fresh_name(), fresh_name()]
     with (
-        tiered(tmp_path, name=names[0], packed=packed) as table,
+        on_stand_in() if device else contextlib.nullcontext(),
+        tiered(tmp_path, name=names[0], packed=packed, device=device) as table,
         fitting(name=names[1], packed=packed) as whole,
         contextlib.closing(TableCache(names, 1.0)) as tables,
     ):

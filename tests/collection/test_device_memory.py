@@ -19,9 +19,12 @@ from source_conformance import SCHEMA, TRAJECTORIES, SourceConformance
 from streams.cuda import Cuda
 from streams.machine import Policy
 from test_batches_of_sources import SIZES, of_table
+from tier_common import move, spill, tier_at
+from tier_common import promote as move_back
 
 import gear_loader as gear
-from gear_loader.checkpoint import loading
+from gear_loader.checkpoint import loading, spilling
+from gear_loader.collection import packed_cuda, tier_rows
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.errors import PrivateTableError, RegionError, SchemaError, StaleIndexError, TableFullError
 from gear_loader.graph.table_rows import TableRows
@@ -31,6 +34,7 @@ from gear_loader.storage.schema import Schema
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
 DEVICE = torch.device("cuda", 1)
 POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
+STEPS: Any = (("obs", (3,), np.float32), ("wide", (80,), np.int16), ("reward", (), np.float64))
 
 
 @contextlib.contextmanager
@@ -57,6 +61,26 @@ class TestSource(SourceConformance):
         slots = table.extend(trajectories)
         source = table._engine.tier_reader()
         source.schema = Schema(SCHEMA)  # type: ignore[attr-defined]
+        return source, slots
+
+
+class TestSourceWithDisk(TestSource):
+    """Half of it lies on disk."""
+
+    def make(self, trajectories: list[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Any, np.ndarray]:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(device_memory, "STAGING_BYTES", 12_000)
+        stack.enter_context(stand_in())
+        table = stack.enter_context(on_gpu(max_blocks=100, **tier_at(self.path)))
+        slots = table.extend(trajectories)
+        table.save(self.path)
+        assert spill(table, slots[::2]) == len(slots[::2])
+        source, generation = table._engine.tier_reader(), table._engine.index.arrays.generation
+        source.schema = Schema(SCHEMA)  # type: ignore[attr-defined]
+        read = source.read
+        patch.setattr(
+            source, "read", lambda slots, _, *given, **more: read(slots, generation[slots], *given, **more)
+        )
         return source, slots
 
 
@@ -90,15 +114,25 @@ def trajectory(number: int) -> dict[str, Any]:
 
 
 class Program:
-    """Random calls of a table on a GPU, and what it must hold: slot and generation -> trajectory."""
+    """Random calls of a table on a GPU, and what it must hold: slot and generation -> trajectory.
 
-    def __init__(self, seed: int, path: Path) -> None:
-        self.choose, self.path, self.number = random.Random(seed), path, 0
+    Args:
+        tiered: whether it has memory for a third of its steps, and the others are moved to a disk by its thread.
+    """
+
+    def __init__(self, seed: int, path: Path, *, tiered: bool = False) -> None:
+        self.choose, self.path, self.number, self.tiered = random.Random(seed), path, 0, tiered
+        size, more = self.choose.choice([3, 4, 16]), dict[str, Any]()
+        if tiered:
+            keep: Any = self.choose.choice(["newest", "oldest", "priority"])
+            disk = gear.Disk(path / "tier", sync_seconds=1e6, size="1GiB", keep=keep)
+            more = {"disk": disk, "max_blocks": 3 * -(-40 // size) + 2}
         self.table = on_gpu(
-            block_steps=self.choose.choice([3, 4, 16]),
+            block_steps=size,
             packed=self.choose.choice([True, False]),
             max_steps=400,
             on_full=self.choose.choice(["evict_oldest", "evict_lowest_priority", "error"]),
+            **more,
         )
         self.known: dict[tuple[int, int], dict[str, Any]] = {}
         windows: dict[str, Any] = {
@@ -123,10 +157,25 @@ class Program:
     def run(self, calls: int) -> None:
         actions = [self.add, self.add, self.extend, self.sample, self.sample, self.look, self.remove]
         for _ in range(calls):
-            self.choose.choice(actions)()
+            self.choose.choice(actions + [self.move] * self.tiered)()
         self.save()
         self.table.check_valid()
+        found = [self.table[slot] for slot in self.table.indices().tolist()]
         self.table.close()
+        if self.tiered:
+            self.recover(found)
+
+    def move(self) -> None:
+        move(self.table, np.random.default_rng(self.choose.randrange(1 << 30)))
+
+    def recover(self, expected: list[dict[str, torch.Tensor]]) -> None:
+        for device, size in ((DEVICE, "1GiB"), (None, "1GiB"), (DEVICE, None)):
+            with gear.Table.recover(gear.Disk(self.path / "tier", size=size), device=device) as table:
+                assert table._engine.device == device
+                assert len(table) == len(expected)
+                for slot, values in zip(table.indices().tolist(), expected, strict=True):
+                    assert all(torch.equal(values[name], found) for name, found in table[slot].items())
+                table.check_valid()
 
     def add(self) -> None:
         self.number += 1
@@ -200,6 +249,17 @@ def test_random_programs(
             Program(seed, tmp_path / str(seed)).run(25)
 
 
+@pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
+@pytest.mark.parametrize("seeds", amounts(range(1), range(1, 3), range(3, 12)))
+def test_random_programs_with_a_disk_below(
+    seeds: range, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in seeds:
+        monkeypatch.setattr(device_memory, "STAGING_BYTES", (20_000, 4_000)[seed % 2])
+        with stand_in(policy, seed) as cuda, cuda.disks_in_turn():
+            Program(seed, tmp_path / str(seed), tiered=True).run(40)
+
+
 def check_that_batches_follow(prefetch: int | None = None) -> None:
     """`prefetch`: of an iteration; None for `sample`."""
     with stand_in("latest") as cuda, on_gpu(on_full="evict_oldest", max_steps=60) as table:
@@ -249,6 +309,105 @@ def test_a_draw_on_the_gpu_follows_what_an_update_takes_in(monkeypatch: pytest.M
 
         monkeypatch.setattr(PaddedCuda, "begin", begin_and_add)
         assert (data.sample()["reward"] == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_batches_follow_what_comes_back_from_the_disk(
+    layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the begin of a batch and the look-up of its rows, in another thread."""
+    with stand_in("latest") as cuda, on_gpu(max_blocks=100, **tier_at(tmp_path)) as table:
+        cuda.threads.frequency = 0.0
+        window = gear.Window(1) if layout == "padded" else gear.Whole()
+        options: dict[str, Any] = {"windows": {"reward": window}, "batch_size": 9, "layout": layout}
+        data = gear.ReplayDataset(table, device=DEVICE, prefetch=0, **options)
+        slot = table.add(trajectory(7))
+        for _ in range(3):  # so that its work is recorded, and replayed
+            data.sample()
+        table.save(tmp_path)
+        assert spill(table, [slot]) == 1
+        torch.cuda.synchronize()
+        read, come_back = tier_rows.split_rows, []
+
+        def come_back_and_split(*given: Any, **options: Any) -> Any:
+            come_back.append(table._engine.load_from_disk(np.array([slot])))
+            return read(*given, **options)
+
+        for module in (tier_rows, packed_cuda):
+            monkeypatch.setattr(module, "split_rows", come_back_and_split)
+        assert (data.sample()["reward"] == 7).all()
+        assert come_back == [1]
+        assert table.stats().num_spilled == 0
+
+
+def test_rows_of_a_disk_below_are_counted(tmp_path: Path) -> None:
+    """As of a table in host memory."""
+    with stand_in("eager"):
+        counts = []
+        for device in (None, DEVICE):
+            path = tmp_path / str(device)
+            with on_gpu(max_blocks=100, device=device, **tier_at(path)) as table:
+                slots = [table.add(trajectory(number)) for number in range(1, 7)]
+                table.save(path)
+                spill(table, slots[::2])
+                for layout in ("padded", "packed"):
+                    for on in ("cpu", DEVICE):
+                        windows = {"reward": gear.Window(2), "task": None}
+                        given: dict[str, Any] = {"windows": windows, "layout": layout, "prefetch": 0}
+                        data = gear.ReplayDataset(table, batch_size=20, device=on, seed=4, **given)
+                        on_host(data.sample())
+                stats = table.stats()
+                counts.append((stats.num_hits, stats.num_misses, stats.miss_bytes))
+        assert counts[0] == counts[1]
+        assert counts[0][0] + counts[0][1] == 80
+
+
+def test_without_memory_for_copies_a_table_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trajectories stay where they are, and nothing else changes."""
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with stand_in() as cuda, cuda.disks_in_turn(), on_gpu(max_blocks=100, **tier_at(tmp_path)) as table:
+        slot = table.add(trajectory(7))
+        table.save(tmp_path)
+        spill(table, [slot])
+        memory = table._engine.region.device_memory
+        assert memory is not None
+        memory._spare.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(device_memory, "_StagedBlocks", no_memory)
+            message = r"Values are copied to and from cuda:1 through .* there, and it has .* free"
+            for call in (lambda: table.add(trajectory(8)), lambda: move_back(table, slot)):
+                with pytest.raises(RegionError, match=message):
+                    call()
+        table.check_valid()
+        assert len(table) == table.stats().num_spilled == 1
+        move_back(table, slot)
+        assert (table[slot]["reward"] == 7).all()
+        assert table.stats().num_spilled == 0
+
+
+def test_an_error_of_the_gpu_does_not_end_the_thread_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with stand_in() as cuda, cuda.disks_in_turn(), on_gpu(max_blocks=100, **tier_at(tmp_path)) as table:
+
+        def error() -> str | None:
+            for _ in range(5):
+                cuda.threads.switch()
+            stats = table.stats().disk
+            assert stats is not None
+            return stats.error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(spilling.Spiller, "is_due", lambda self: True)
+            patch.setattr(spilling.Spiller, "move", fail)
+            assert "stay where they are: CUDA error" in str(error())
+        assert error() is None
 
 
 def test_batches_by_priority_for_another_gpu_are_drawn_by_the_host() -> None:
@@ -305,7 +464,29 @@ def test_nothing_is_stored_twice() -> None:
         assert 2**20 - step < table._engine.region.layout.device_bytes <= 2**20
 
 
-def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
+def test_a_column_of_a_record_crosses_the_bus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint reads column by column."""
+    select, moved = torch.index_select, list[int]()
+
+    def counted(*given: Any, out: torch.Tensor) -> Any:
+        moved.append(out.numel())
+        return select(*given, out=out)
+
+    with stand_in(), on_gpu(packed=True) as table:
+        slot = table.add(
+            {**TRAJECTORIES[0], **{name: np.zeros((16, *shape), dtype) for name, shape, dtype in STEPS}}
+        )
+        monkeypatch.setattr(torch, "index_select", counted)
+        source, one = table._engine.tier_reader(), np.ones(1, dtype=np.int64)
+        for name, each in (("obs", 12), ("reward", 8), ("wide", 160)):
+            given = np.array([slot]), one, 0 * one, 16 * one, {name: (np.empty(4096, np.uint8), 0 * one)}
+            source.read(*given)
+            assert moved.pop() == 16 * each
+        source.read(np.array([slot]), one, 0 * one, one, {"task": (np.empty(8, np.uint8), 0 * one)})
+        assert moved == [8]
+
+
+def test_what_a_table_on_a_gpu_refuses() -> None:
     with pytest.raises(
         SchemaError, match="device is 'cuda', but torch sees no CUDA device; use device='cpu'"
     ):
@@ -317,9 +498,6 @@ def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
     version = {**SCHEMA, "version": gear.Column(torch.int64, per="trajectory")}
     with stand_in():
         for schema, options, expected in (
-            (SCHEMA, {"name": "on-gpu"}, "name: 'on-gpu', with device=.*other processes cannot attach"),
-            (SCHEMA, {"disk": gear.Disk(tmp_path / "a")}, "disk: .*save.. writes a checkpoint"),
-            (SCHEMA, {"disk": gear.Disk(tmp_path / "a", size="1GiB"), "memory": "1MiB"}, "disk: "),
             (late, {}, r"late columns: \['late'\]"),
             (
                 {"text": gear.Column(str)},
@@ -331,7 +509,6 @@ def test_what_a_table_on_a_gpu_refuses(tmp_path: Path) -> None:
         ):
             with pytest.raises(SchemaError, match=expected):
                 gear.Table.create(schema, **SIZES, **options, device=DEVICE)
-        assert not (tmp_path / "a").exists()
         with on_gpu() as table:
             for call, expected in (
                 (

@@ -27,7 +27,9 @@ from gear_loader.dataset.origin import Origin
 from gear_loader.errors import StaleIndexError
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
+from gear_loader.storage.device_server import BlockClient, BlockServer
 from gear_loader.storage.readers import Ticket
+from gear_loader.storage.region import Region
 
 BATCH = 6
 FIRST = 12
@@ -102,7 +104,7 @@ class Scenario(Shrinkable):
         tier: whether some trajectories lie on a disk only.
         late: whether a column is filled later, of some trajectories while batches are made.
         pairs: whether groups of two trajectories are drawn.
-        on_gpu: whether the table's blocks lie in the memory of the device.
+        on_gpu: whether the table's blocks lie in the memory of the device. attached: that another process has.
         calm: whether the other thread adds one trajectory in seventeen batches.
     """
 
@@ -132,6 +134,7 @@ class Scenario(Shrinkable):
     converts: bool = False
     pairs: bool = False
     on_gpu: bool = False
+    attached: bool = False
     calm: bool = False
 
     @classmethod
@@ -216,6 +219,17 @@ class Scenario(Shrinkable):
     def in_device_memory(cls, seed: int) -> Scenario:
         """That of a seed with a table in the memory of the device; each second seed may have packed batches."""
         return dataclasses.replace(cls.flat(seed) if seed % 2 else cls.of(seed), on_gpu=True, grows=False)
+
+    @classmethod
+    def on_disk_below_device(cls, seed: int) -> Scenario:
+        """That of a seed with a table in the memory of the device, and a disk tier below it."""
+        return dataclasses.replace(cls.in_device_memory(seed), tier=True)
+
+    @classmethod
+    def attached_to_device(cls, seed: int) -> Scenario:
+        """As of a process that is attached to a table in the memory of a device, in each third seed with a disk."""
+        scenario = cls.in_device_memory(seed)
+        return dataclasses.replace(scenario, attached=True, pinning=False, tier=seed % 3 == 0)
 
     @classmethod
     def of(cls, seed: int, mode: str = "") -> Scenario:
@@ -326,6 +340,42 @@ def spill_some(table: gear.Table, tier: str) -> None:
     table._engine.index.spill(slots, table._engine.index.arrays.generation[slots].copy())
 
 
+class Elsewhere(Region):
+    """The region of a table in the memory of a device, as another process has it."""
+
+    def __init__(self, region: Region) -> None:
+        region._mapping.users += 1
+        super().__init__(region._mapping, region.layout, region.name)
+        self._client, memory = ClientHere(region.layout, (0, 0), "table"), region.device_memory
+        assert memory is not None
+        self._client.server = server = BlockServer.__new__(BlockServer)
+        server._memory, server._layout, server._names = memory, region.layout, list(region.layout.schema)
+
+    device_memory = property(lambda self: None)  # type: ignore[assignment]
+
+    def block_client(self) -> BlockClient:
+        return self._client
+
+    def pin(self, device: torch.device | None = None, *, wait: bool = True) -> bool:
+        return False
+
+
+class ClientHere(BlockClient):
+    """The blocks, whose owner answers at once."""
+
+    server: BlockServer
+
+    def connect(self) -> None:
+        """It is there."""
+
+    def _room(self, count: int) -> Any:
+        self._rows = np.zeros(count, dtype=np.uint8)
+        return self._rows
+
+    def _ask(self, numbers: tuple[int, int, int]) -> None:
+        self.server.answer(self._rows, numbers)
+
+
 class Run:
     """A scenario under one schedule.
 
@@ -362,7 +412,7 @@ class Run:
                 options: dict[str, Any] = {"packed": self.scenario.packed, "late": self.scenario.late}
                 if self.scenario.on_gpu:
                     options["device"] = DEVICE
-                table = made_table(tier=tier, **options)
+                self.owner = table = made_table(tier=tier, **options)
                 self.tier = tier
                 try:
                     if self.scenario.pinning:
@@ -370,7 +420,12 @@ class Run:
                         batches = 0 if waits else self.choose.choice([1, 2])
                         self.cuda.may_pin = lambda: self.num_taken >= batches
                         table.pin(DEVICE, wait=False)
-                    self._consume(table)
+                    if self.scenario.attached:
+                        with gear.Table(Elsewhere(table._engine.region)) as attached:
+                            self._consume(attached)
+                            self.cuda.threads.finish()
+                    else:
+                        self._consume(table)
                     gc.collect()
                 finally:
                     self.cuda.threads.finish()
@@ -492,7 +547,7 @@ class Run:
         )
         self._watch(data)
         if scenario.writes:
-            self.cuda.threads.start(self._write, (table,), "writer")
+            self.cuda.threads.start(self._write, (self.owner,), "writer")
         if scenario.mode == "captures elsewhere":
             self.cuda.threads.start(self._capture, (), "capturer")
             self.cuda.set_mode(RELAXED)
@@ -574,6 +629,8 @@ class Run:
                 table.add(rows, priority=priority)
                 if self.tier is not None and number % 4 == 0:
                     spill_some(table, self.tier)
+                if self.tier is not None and number % 4 == 2:  # some of them come back
+                    table._engine.load_from_disk(table.indices()[::3])
                 if self.scenario.late:  # the newest of them, and the oldest, which may lie on disk
                     waiting = list(zip(*(part.tolist() for part in table.unfilled("score")), strict=True))
                     for slot, generation in {waiting[0], waiting[-1]} if waiting else ():
@@ -600,7 +657,7 @@ class Run:
     def _watch_plans(self, data: gear.ReplayDataset) -> None:
         """At each gather of a batch of so many steps, gather the same rows on the CPU."""
         collector = collector_for(
-            TableSource(data.table),
+            TableSource(self.owner),
             data.windows,
             device=torch.device("cpu"),
             packed=True,
@@ -638,7 +695,7 @@ class Run:
         )
         packed = self.scenario.layout != "padded"
         collector = collector_for(
-            TableSource(data.table),
+            TableSource(self.owner),
             data.windows if packed else expand(data.table.schema, data.windows)[0],
             batch_size=BATCH,
             device=torch.device("cpu"),

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import pytest
 import torch
 from cases import mostly_long
 from streams import instead
+from table_common import fresh_name
 
 import gear_loader as gear
 from gear_loader.errors import GpuError
@@ -41,12 +44,20 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Place:
-    """A GPU, or the stand-in with its threads."""
+    """A GPU, or the stand-in with its threads.
+
+    Attributes:
+        disks, serving: contexts in which tables with disks, and with names, are made and closed.
+    """
 
     def __init__(
-        self, threads: Any = threading, give_way: Callable[[], object] = lambda: time.sleep(0)
+        self,
+        threads: Any = threading,
+        give_way: Callable[[], object] = lambda: time.sleep(0),
+        disks: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        serving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._threads, self.give_way = threads, give_way
+        self._threads, self.give_way, self.disks, self.serving = threads, give_way, disks, serving
 
     def start(self, target: Callable[[], None]) -> Callable[[], None]:
         """Start a thread; gives what waits for it, and raises its error."""
@@ -78,7 +89,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     if REAL:
         pytest.skip("there is a real torch.cuda")
     with instead.installed("random") as cuda:
-        yield Place(cuda.threads.threading, cuda.threads.switch)
+        yield Place(cuda.threads.threading, cuda.threads.switch, cuda.disks_in_turn, cuda.serving_blocks)
         gc.collect()
     cuda.check()
 
@@ -166,6 +177,47 @@ def test_batches_and_their_replays_are_those_of_the_cpu(place: Place, kind: str)
         for _ in range(6):
             equal(found.sample(), expected.sample())
         del batch, found
+
+
+@pytest.mark.parametrize("kind", mostly_long(["uniform", "annealed", "packed"], "annealed", "packed"))
+def test_a_table_in_the_memory_of_the_gpu_with_a_disk_below(place: Place, kind: str, tmp_path: Path) -> None:
+    """It has memory for half of its trajectories."""
+    disk, memory = gear.Disk(tmp_path, sync_seconds=0.05, size="1GiB"), gear.Memory(max_blocks=50)
+    with place.disks(), made_table() as whole:
+        with made_table(device=DEVICE, disk=disk, memory=memory) as table:
+            found, expected = dataset(table, kind), dataset(whole, kind, "cpu")
+            for batch, other in zip(found, expected, strict=True):
+                check(batch)
+                equal(batch, other)
+            assert 0 < table.stats().num_spilled < len(table)
+            del batch, found
+        with gear.Table.recover(disk, device=DEVICE) as table:
+            check(dataset(table, kind).sample())
+            for one, other in zip(table.indices().tolist(), whole.indices().tolist(), strict=True):
+                equal(table[one], whole[other])
+
+
+def test_a_forked_child_reads_a_table_in_the_memory_of_the_gpu(place: Place) -> None:
+    with place.serving(), made_table() as whole, made_table(device=DEVICE, name=fresh_name()) as table:
+        try:
+            if (child := os.fork()) == 0:
+                status = 1
+                signal.alarm(100)
+                try:
+                    torch.set_num_threads(1)  # those of the parent are not here
+                    for kind in ("uniform", "packed"):
+                        found, expected = (dataset(each, kind, "cpu", prefetch=0) for each in (table, whole))
+                        for batch, other in zip(found, expected, strict=True):
+                            check(batch)
+                            equal(batch, other)
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            for index in table.indices().tolist():
+                equal(table[index], whole[index])
+        finally:
+            table.unlink()
 
 
 @pytest.mark.parametrize("kind", mostly_long(["uniform", "annealed", "packed"], "annealed", "packed"))

@@ -113,6 +113,8 @@ CASES = {
     "updates that are launched with the next draw": Case(Scenario.queued_draws, 0, 8, seen="joined", least=3),
     "groups": Case(Scenario.groups, 1, 8),
     "device memory": Case(Scenario.in_device_memory, 1, 32, seen="store", least=20),
+    "device memory of another process": Case(Scenario.attached_to_device, 2, 24, seen="store", least=20),
+    "device memory, disk tier": Case(Scenario.on_disk_below_device, 2, 32, seen="place", least=2),
     # Rows on disk are read into pinned memory, and placed, or gathered out of it; late columns are filled meanwhile.
     "disk tier": Case(Scenario.on_disk, 1, 24, seen="place", least=2),
     "steps of a disk tier": Case(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,6 +282,49 @@ def test_episodes_are_visible_when_they_have_arrived(seeds: range, policy: Polic
     counts = [play_episodes(seed, policy).machine.counts for seed in seeds]
     assert sum(each["append"] for each in counts) > 0
     assert sum(each["copy to the host"] for each in counts) > 0  # memory that cannot be pinned
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("episodes", [False, True])
+def test_what_does_not_fit_into_the_device_goes_to_the_disk(
+    episodes: bool, policy: Policy, tmp_path: Path
+) -> None:
+    """Four times the memory is written. A step waits only for blocks, which are freed when their steps are on disk."""
+    n, calls, seed = 3, 48, 5
+    cuda, streams = Cuda(seed, policy), Streams(n, seed)
+    masks = np.random.default_rng(seed).random((calls, n)) < 0.3
+    sizes: dict[str, Any] = {"max_steps": 10_000, "max_trajectories": 1000, "block_steps": 2}
+    with (
+        gear.Table.create(SCHEMA, **sizes) as plain,
+        cuda.installed(),
+        cuda.disks_in_turn(),
+        torch.cuda.device(DEVICE),
+        gear.Table.create(
+            SCHEMA, **sizes, memory=gear.Memory(max_blocks=36), device=DEVICE,
+            disk=gear.Disk(tmp_path / "own", sync_seconds=0.01, size="1GiB"),
+        ) as table,
+    ):  # fmt: skip
+        writer = table.writers(n, device=DEVICE, **({} if episodes else {"chunk_steps": 4}))
+        expected = plain.writers(n)
+        for t in range(calls):
+            rows, finals = streams.step(), {"obs": streams.final()}
+            mask = masks[t] if episodes else np.full(n, t % 4 == 3)
+            given = on_device(rows)
+            done = {"done": torch.from_numpy(mask).to(DEVICE)} if episodes else {}
+            writer.append(given, final=on_device(finals), **done)
+            expected.append(rows, done=mask, final=finals)
+        writer.commit()
+        expected.commit()
+        assert table.stats().num_spilled > len(table) // 2
+        same_as(table, plain, whole=True)
+        table.save(tmp_path / "own")
+        shutil.copytree(tmp_path / "own", tmp_path / "left")  # what a process that is killed here leaves
+        disk = gear.Disk(tmp_path / "left", sync_seconds=1e6, size="1GiB")
+        with gear.Table.recover(disk, device=DEVICE) as recovered:
+            assert 0 < recovered.stats().num_spilled < len(recovered)
+            same_as(recovered, plain, whole=True)
+        writer.close()
+    cuda.check()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

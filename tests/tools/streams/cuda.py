@@ -14,8 +14,9 @@ import pytest
 import torch
 from cuda_common import CurrentDevice
 
+from gear_loader.checkpoint import behind
 from gear_loader.collection import prefetch, ticket_releaser
-from gear_loader.storage import pinning
+from gear_loader.storage import device_server, pinning
 from gear_loader.utils import background, driver, launch_graph, streams, waiting
 
 from . import kernels
@@ -502,6 +503,29 @@ class Cuda(CurrentDevice, GraphCalls):
             finally:
                 patch.undo()
                 self.memory.forget()
+
+    @contextlib.contextmanager
+    def disks_in_turn(self) -> Iterator[None]:
+        """Let threads that write tables to their disks have turns too; tables are closed before the end."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(behind, "threading", self.threads.threading)
+            patch.setattr(behind, "Event", self.threads.ticking_event)
+            yield
+
+    @contextlib.contextmanager
+    def serving_blocks(self) -> Iterator[None]:
+        """Let other processes read named tables in the memory of a device, while this thread waits for them."""
+
+        def thread(run: Any, name: str, **_: Any) -> threading.Thread:
+            def work() -> None:
+                with CudaFunctions(self):
+                    run()
+
+            return threading.Thread(target=work, name=name, daemon=True)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_server, "background_thread", thread)
+            yield
 
     def _check_replays(self, patch: pytest.MonkeyPatch) -> None:
         """Compare each replay with what its call would queue: equal keys promise equal launches."""

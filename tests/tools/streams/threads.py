@@ -278,6 +278,30 @@ class Threads:
         )
 
     @property
+    def ticking_event(self) -> Any:
+        """In the place of an `Event` of which a thread waits only for some time: others run meanwhile."""
+        threads = self
+
+        class Event:
+            def __init__(self) -> None:
+                self._told: Any = None
+
+            def set(self) -> None:
+                self._told = threads.tell()
+
+            def is_set(self) -> bool:
+                if self._told is not None:
+                    threads.hear(self._told)
+                return self._told is not None
+
+            def wait(self, timeout: float) -> bool:
+                if self._told is None:
+                    threads.switch() or threads._works(threads._work)
+                return self.is_set()
+
+        return Event
+
+    @property
     def queue(self) -> Any:
         """In the place of the module `queue`."""
         threads = self
