@@ -608,11 +608,7 @@ class ReplayDataset(IterableDataset[Batch]):
         with self._buffers.turn:
             if self._budget is not None:
                 return self._sample_steps(self._budget, batch_size)
-            size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
-            if self.groups is not None and size % self.groups.size:
-                raise SchemaError(
-                    f"batch_size is {size}; expected a multiple of group_size={self.groups.size}."
-                )
+            size = self._size_of_sample(batch_size)
             self._check_rate(size)
             prefetcher, item = self._single(size), self._sample_draw(size)
             filler = Filler(self.table, self._selected, prefetcher)
@@ -621,6 +617,13 @@ class ReplayDataset(IterableDataset[Batch]):
             self._position.sampled(draw.count)
             shown: Batch = self._shown(batch, draw.epoch, self._position.samples - 1, prefetcher)
             return shown
+
+    def _size_of_sample(self, batch_size: int | None) -> int:
+        """Rows of a batch of `sample`. Raises SchemaError for a number that there cannot be."""
+        size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
+        if self.groups is not None and size % self.groups.size:
+            raise SchemaError(f"batch_size is {size}; expected a multiple of group_size={self.groups.size}.")
+        return size
 
     def _sample_draw(self, size: int) -> tuple[Draw, Any]:
         """The next draw of `sample`, and the items to draw from, or None for those present at the draw."""

@@ -33,7 +33,6 @@ from gear_loader.distributed.topology import (
     this_node,
 )
 from gear_loader.errors import PrivateTableError, SchemaError, TransportError
-from gear_loader.storage.ragged import check_fixed
 from gear_loader.storage.table import Table
 from gear_loader.storage.table_rules import check_seconds
 from gear_loader.transport.handshake import check_secret
@@ -256,8 +255,6 @@ class ShardTables:
         )
 
         def attach() -> dict[str, Any]:
-            if len(nodes) > 1 and self.table._engine.has_tier:
-                check_fixed(self.table.schema, "tables of Shards on several nodes whose disk has a size have")
             address = servers.serve() if len(nodes) > 1 else None
             for shard, each in enumerate(stage):
                 if each.rank == me.rank:

@@ -1,7 +1,8 @@
 """Ragged values of a batch over several shards: read by their records out of the tables of this node, requested from
 the servers of others.
 
-Each distinct value is requested once for a batch, however many rows and windows show it.
+Each distinct value is requested once for a batch, however many rows and windows show it. Values of a table with a disk
+tier are named by their steps, so that what trajectories share is one for each of them.
 """
 
 from __future__ import annotations
@@ -229,13 +230,16 @@ class ShardValues:
             if not len(which) or not isinstance(source, RemoteShard):
                 continue
             row_bytes = source.schema.ragged[column].row_bytes
-            known, first, place = np.unique(records[which], axis=0, return_index=True, return_inverse=True)
-            row = rows.records[numbers[which]]
+            row, asked = rows.records[numbers[which]], records[which]
             owners, own = np.unique(np.stack((row["slot"], row["generation"])), axis=1, return_inverse=True)
             own = own.reshape(-1)
+            # What names a step, of a table with a disk tier, is another value in each trajectory.
+            keys = np.column_stack((own, asked)) if (asked[:, 0] < 0).any() else asked
+            keys, first, place = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+            known = keys[:, -2:]
             # Values of a trajectory that lie one after another are asked for as one.
             follows = (known[1:, 0] == known[:-1, 0] + known[:-1, 1] * row_bytes) & (known[1:, 1] > 0)
-            follows &= (known[:-1, 1] > 0) & (own[first][1:] == own[first][:-1])
+            follows &= (known[:-1] > 0).all(axis=1) & (own[first][1:] == own[first][:-1])
             begins = np.flatnonzero(np.concatenate(([True], ~follows)))
             joined = known[begins]
             joined[:, 1] = np.add.reduceat(known[:, 1], begins)

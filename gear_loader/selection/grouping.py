@@ -34,7 +34,8 @@ class Groups:
     Trajectories with the same value of a column are a group; only complete groups are drawn, and whole: their members
     are rows one after another, in order of addition. The sampler chooses groups, and `batch_size` is a multiple of
     `size`. With `Steps` a batch may end inside a group; the next one begins with the rest. A value that more
-    trajectories have is an error. Over `Shards` with ``Ranks("local")``: of this rank's table.
+    trajectories have is an error. Over `Shards` with ``Ranks("local")``: of this rank's table; over several tables of
+    servers (`RemoteShards`): of any of them. A group lies in one table.
 
     Attributes:
         column: name of an integer column per trajectory.

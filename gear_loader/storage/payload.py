@@ -24,7 +24,7 @@ from gear_loader.native.ragged_copies import (
 )
 from gear_loader.storage.coded_values import CodedReader, records_of
 from gear_loader.storage.disk import ValueReader
-from gear_loader.storage.disk_records import parts_of, rows_of
+from gear_loader.storage.disk_records import MovedRowsError, parts_of, rows_of
 from gear_loader.storage.filled_bits import filled_bits
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.extents import (
@@ -142,7 +142,7 @@ class PayloadReader:
         heap = region.payload()
         self._coded = CodedReader(region, index, self._check_bytes, self._copy_bytes, tier)
         self._hold, self.address, self.end, self.check = heap, heap.ctypes.data, heap.nbytes, check
-        self._tier, self._region = tier, region
+        self._tier, self._region, self._index = tier, region, index
         self._names = {id(values): name for name, values in region.layout.schema.ragged.items()}
 
     def read(
@@ -225,6 +225,37 @@ class PayloadReader:
         """How many records, int64 [n, 2], name no memory for such values; of a table without a disk tier."""
         offsets = np.empty(len(records) + 1, dtype=np.int64)
         return int(measure_values(records, values.row_bytes, FIRST, self.end, False, offsets))
+
+    def records(self, values: Values, slots: Array, steps: Array) -> Array:
+        """The records of values, int64 [n, 2], from where they lie now; zeros of steps that are not there.
+
+        Args:
+            values: as for `read`. slots: int64 [n], of live trajectories, of which the caller holds a read ticket.
+            steps: int64 [n]; 0 of a column per trajectory.
+
+        Raises:
+            MovedRowsError: some were moved meanwhile. LostRowsError, StaleIndexError: see `Source.read`.
+            CorruptTableError: the index names blocks that do not exist.
+        """
+        name, index = self._names[id(values)], self._index
+        once = self._region.layout.schema[name].trajectory
+        lengths, places = index.extent[slots, 0], index.extent[slots, 1]
+        there = (steps >= 0) & (steps < (1 if once else lengths))
+        inside, outside = np.flatnonzero(there & (places >= 0)), np.flatnonzero(there & (places < 0))
+        found: Array = np.zeros((len(slots), 2), dtype=np.int64)
+        block, step = np.divmod(steps[inside], self._region.layout.block_steps)
+        ids = index.ids_at(places[inside] + block)  # of others if they were moved meanwhile
+        found[inside] = np.ascontiguousarray(self._region.column(name)[ids, step]).view(np.int64)
+        if self._tier is not None and len(outside):
+            some, first, out = slots[outside], steps[outside], np.empty(16 * len(outside), dtype=np.uint8)
+            follows = (some[1:] == some[:-1]) & (first[1:] == first[:-1] + 1)
+            begins = np.flatnonzero(np.concatenate(([True], ~follows)))
+            some, first, counts = some[begins], first[begins], np.diff(begins, append=len(outside))
+            self._tier().read(some, index.generation[some], first, counts, {name: (out, 16 * begins)})
+            found[outside] = out.view(np.int64).reshape(-1, 2)
+        if (index.extent[slots, 1] != places).any():
+            raise MovedRowsError
+        return found
 
     def located(self, values: Values, records: Array) -> tuple[Array, object]:
         """The address of each value, int64 [n], while its trajectory may be read.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,12 +13,13 @@ import numpy as np
 from gear_loader.collection.n_step import mark_returns
 from gear_loader.collection.plans import locate_columns, window_columns
 from gear_loader.collection.sources import Place, read_packed
-from gear_loader.collection.windows import reach_of
-from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError, TransportError
+from gear_loader.collection.windows import reach_of, steps_of
+from gear_loader.errors import LockTimeoutError, StaleIndexError, TransportError
 from gear_loader.kernels.plan import MASK, OUT, WIDTH
 from gear_loader.native.packed import gather_packed
 from gear_loader.native.serving import serve
 from gear_loader.storage.disk import LostRowsError
+from gear_loader.storage.disk_records import MovedRowsError, by_step, rows_of, steps_in
 from gear_loader.storage.states import READY
 from gear_loader.transport.spec import AnySpec, PackedSpec, Span, ValueSpec, WindowSpec, check_spans
 from gear_loader.transport.table_cache import AttachedTable, TableCache
@@ -168,6 +171,12 @@ class WindowQuery(Query):
                 )
             self._tier = TierRows(attached.table, reach, self.spec.row_bytes)
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
+        # Of windows of ragged columns the number, and the window where there is a choice of steps.
+        self._ragged = [
+            (i, None if schema[source].trajectory else self.spec.windows[names[i]])
+            for i, source in enumerate(sources)
+            if source in schema.ragged
+        ]
 
     def reply_bytes(self, rows: Array) -> int:
         return self.spec.reply_bytes(rows.shape[1])
@@ -199,11 +208,26 @@ class WindowQuery(Query):
                 chosen = [part[which] for part in rows]
                 given = layout.table, list(self.spec.sources.values()), *chosen, which
                 attached.reader(at_once).read_whole(chosen[0], lambda: self._tier.gather(*given))
+                self._name_steps(attached, rows, which, out)
 
         for begin, end in layout.gaps:  # do not send old contents of the buffer
             out[begin:end] = 0
         with attached.reading(at_once=at_once):
             self._read_live(attached, slots, out, attached.live(slots, generations), layout.status, read)
+
+    def _name_steps(self, attached: AttachedTable, rows: Array, which: Array, out: Array) -> None:
+        """Let the records of ragged values in a reply name steps; of the rows `which`, int64 [m].
+
+        The trajectories do not grow: with a disk tier only those without ragged columns can.
+        """
+        n, (slots, anchors, _) = rows.shape[1], rows[:, which]
+        pieces = self.spec.pieces(n) if self._ragged else ()
+        for i, window in self._ragged:
+            piece = pieces[i]
+            records = out[piece.offset : piece.offset + n * piece.row_bytes].view(np.int64).reshape(n, -1, 2)
+            shown = steps_of(window, anchors, attached.extent[slots, 0]) if window else np.zeros_like(slots)
+            named = by_step(records[which].reshape(-1, 2), shown.reshape(-1))
+            records[which] = named.reshape(len(which), -1, 2)
 
     def _layout(self, n: int, out: Array) -> _Layout:
         """Layout of a reply with n rows in `out`, cached."""
@@ -273,6 +297,12 @@ class SpanQuery(Query):
             served = attached.live(slots, generations)
             served &= firsts + counts <= attached.extent[:, 0].take(slots, mode="clip")
             self._read_live(attached, slots, out, served, status, read)
+        for span in spans if attached.engine.has_tier else ():
+            if self.spec.columns[span.name] in self.spec.schema.ragged:
+                steps = np.repeat(firsts - starts, counts) + np.arange(total)
+                steps = np.zeros(n, dtype=np.int64) if span.once else steps
+                records = out[span.offset : span.offset + 16 * len(steps)].view(np.int64).reshape(-1, 2)
+                records[:] = by_step(records, steps)
 
     @staticmethod
     def _gather(
@@ -347,41 +377,55 @@ class ValueQuery(Query):
     spec: ValueSpec
 
     def _prepare(self, attached: AttachedTable) -> None:
-        if attached.engine.has_tier:
-            raise SchemaError(
-                f"Table {self.spec.table!r} has a disk tier, Disk(size=), whose ragged values no other node reads. "
-                "Create it without."
-            )
         self._values = attached.table.schema.ragged[self.spec.column]
 
     def reply_bytes(self, rows: Array) -> int:
         return self.spec.reply_bytes(rows.shape[1], check_spans(rows[1], rows[3]))
 
     def read(self, attached: AttachedTable, rows: Array, out: Array, *, at_once: bool) -> None:
-        slots, firsts, generations, counts = rows[:4]
-        records, reader = np.ascontiguousarray(rows[4:].T), attached.engine.payload
-        whole = np.abs(records[:, 1])
-        apart = (firsts[1:] != 0).any() or (firsts + counts != whole)[:-1].any()
-        if apart or (firsts + counts > whole).any() or reader.count_invalid(self._values, records):
+        slots, firsts, generations, counts, _, sizes = rows
+        given, reader, values = np.ascontiguousarray(rows[4:].T), attached.engine.payload, self._values
+        moves, most = attached.engine.has_tier, np.abs(sizes)
+        apart = (firsts[1:] != 0).any() or (firsts + counts != most)[:-1].any()
+        wrong = not moves and reader.count_invalid(values, given)
+        if apart or (firsts + counts > most).any() or wrong:
             raise TransportError(
                 "A request for ragged values has a record that names none of them, or parts of values that are neither "
                 "its first nor its last; expected records that windows of the table have brought."
             )
-        n, row_bytes = len(slots), self._values.row_bytes
+        n, row_bytes = len(slots), values.row_bytes
         size, status = int(counts.sum()) * row_bytes, self.spec.data_bytes(n, int(counts.sum()))
         ends = np.cumsum(counts) * row_bytes
         out[size:status], out[status + n :] = 0, 0  # do not send old contents of the buffer
-        with attached.reading(at_once=at_once):
-            served = attached.live(slots, generations)
-            edges = np.flatnonzero(np.diff(served, prepend=False, append=False)).tolist()
-            for begin, end in zip(edges[::2], edges[1::2], strict=True):
-                at = int(ends[begin] - counts[begin] * row_bytes)
-                given = int(firsts[begin]), int(counts[begin:end].sum())
-                if reader.copy(self._values, records[begin:end], *given, out[at : int(ends[end - 1])]):
+
+        def copy(which: Array) -> None:
+            whole = len(which) == n > 0
+            records = given if whole else given[which]
+            if moves:
+                records = reader.records(values, slots[which], steps_in(records))
+                if (rows_of(records) != sizes[which]).any():
+                    raise TransportError(
+                        "A record of a request for ragged values names a step that has none of so many rows."
+                    )
+            edges = (
+                [0, n] if whole else np.flatnonzero(np.diff(which, prepend=-2, append=n + 1) != 1).tolist()
+            )
+            for begin, end in itertools.pairwise(edges):
+                first, last = which[begin], which[end - 1]
+                part = int(firsts[first]), int(counts[first : last + 1].sum())
+                to = out[ends[first] - counts[first] * row_bytes : ends[last]]
+                if reader.copy(values, records[begin:end], *part, to):
                     raise TransportError("A record of a request for ragged values names none of the table.")
-        for i in np.flatnonzero(~served).tolist():
-            out[ends[i] - counts[i] * row_bytes : ends[i]] = 0
-        np.logical_not(served, out=out[status : status + n].view(np.bool_))
+
+        def read(which: Array) -> None:
+            if moves and at_once and (attached.extent[slots[which], 1] < 0).any():
+                raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
+            while True:
+                with contextlib.suppress(MovedRowsError):  # after they were looked up
+                    return copy(which)
+
+        with attached.reading(at_once=at_once):
+            self._read_live(attached, slots, out, attached.live(slots, generations), status, read)
 
 
 def open_query(spec: AnySpec, tables: TableCache) -> Query:

@@ -3,7 +3,7 @@
 Each row of a batch belongs to a shard with the probability of that shard's mass, its number of items or its sum of
 powers of priorities, and is drawn there as from one table. So a row is drawn with the probability that it would have in
 one table of all rows, by the masses that the shards tell right before the draw; what they add or remove between that
-and their draw counts for the next batch.
+and their draw counts for the next batch. Groups are drawn so in place of rows, each whole out of one shard.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from gear_loader.storage.schema import as_mapping
 from gear_loader.transport.remote_dataset import RemoteDataset, RemoteOrigin, moved
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.captures import refuse_capture
-from gear_loader.utils.checks import at_least
 from gear_loader.utils.mutex import new_mutex
 from gear_loader.utils.waiting import Backoff
 
@@ -73,8 +72,6 @@ class ShardsDataset(RemoteDataset):
 
     def learn(self) -> None:
         """Make a dataset of each table."""
-        if self.groups is not None:
-            raise SchemaError("groups were given with several shards, of which each has some; expected none.")
         if has_whole(self.windows) and self.layout == "padded":
             raise SchemaError(
                 "Whole trajectories were asked for from several shards; expected layout='packed' with them."
@@ -143,7 +140,7 @@ class ShardsDataset(RemoteDataset):
         """See `ReplayDataset.sample`."""
         with self._buffers.turn:
             refuse_capture(self.device, "a batch")
-            size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
+            size = self._size_of_sample(batch_size)
             number = self._position.samples
             received = self._batch_of(number, _SAMPLE, size)
             self._position.sampled(size)
@@ -158,9 +155,11 @@ class ShardsDataset(RemoteDataset):
             place = number * world + rank
             masses, leasts = self._masses()
             shares = masses / masses.sum()
-            drawn = uniforms(size, seed=self.seed, stream=_SHARDS, epoch=stream, step=place)
+            items = self._items_of(size)
+            drawn = uniforms(items, seed=self.seed, stream=_SHARDS, epoch=stream, step=place)
             which = np.searchsorted(np.cumsum(shares), drawn, side="right")
             counts = np.bincount(np.minimum(which, np.flatnonzero(shares)[-1]), minlength=len(shares))
+            counts *= size // items
 
             def draw(shard: int) -> Batch:
                 self._parts[shard].seek_sample(place, 0, stream=stream)

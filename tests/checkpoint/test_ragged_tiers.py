@@ -20,7 +20,8 @@ import gear_loader as gear
 from gear_loader.checkpoint import saving, spilling
 from gear_loader.distributed import Shards
 from gear_loader.errors import CheckpointError, LockTimeoutError, StaleIndexError, TableFullError
-from gear_loader.storage.disk_records import on_disk, parts_of, rows_of
+from gear_loader.storage.disk_records import MovedRowsError, on_disk, parts_of, rows_of
+from gear_loader.storage.index_arrays import IndexArrays
 
 WINDOWS = {"words": gear.Window(3, -1), "number": gear.Window(1, squeeze=True), "name": None}
 CODED = {
@@ -228,6 +229,39 @@ def test_damaged_values_lose_their_trajectories(tmp_path: Path) -> None:
             check(dataset.sample())
         assert numbers_of(table) == [38]
         assert table.stats().num_lost == 2
+
+
+@pytest.mark.parametrize("moves", ["spill", "promote"])
+def test_records_that_are_looked_up_while_their_trajectory_moves(
+    tmp_path: Path, moves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(tmp_path) as table:
+        slot, known = add(table, 25), rows(25, 13, ragged=True)["words"]
+        table.save(tmp_path)
+        if moves == "promote":
+            spill(table, [slot])
+        payload, ids_at = table._engine.payload, IndexArrays.ids_at
+        given = table.schema.ragged["words"], np.full(13, slot), np.arange(13)
+        ticket = table._engine.reader().begin_read()
+
+        def moving(arrays: IndexArrays, places: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(IndexArrays, "ids_at", ids_at)
+                spill(table, [slot]) if moves == "spill" else spilling.promote(
+                    table._engine, np.array([slot])
+                )
+                return ids_at(arrays, places)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(IndexArrays, "ids_at", moving)
+            with pytest.raises(MovedRowsError):
+                payload.records(*given)
+        records = payload.records(*given)
+        assert ((records[:, 0] < 0) == (moves == "spill")).all()
+        found = payload.read(given[0], records, (13,), slots=given[1])
+        assert all(np.array_equal(*pair) for pair in zip(found.tolist(), known, strict=True))
+        assert not payload.records(given[0], given[1][:2], np.array([-1, 13])).any()
+        ticket.end()
 
 
 def test_two_columns_that_were_made_as_one(tmp_path: Path) -> None:

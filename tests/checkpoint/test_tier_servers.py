@@ -16,15 +16,17 @@ from checkpoint_common import flip
 from options_common import nested
 from streams.cuda import Cuda
 from table_common import fresh_name
-from tier_common import WINDOWS, fitting, rows, spill, tiered
+from tier_common import WINDOWS, fitting, promote, rows, spill, tiered
 
 import gear_loader as gear
+from gear_loader.checkpoint import saving
 from gear_loader.collection.n_step import ReturnWindows
 from gear_loader.collection.windows import _ONCE, expand, windows_of
-from gear_loader.errors import LockTimeoutError
+from gear_loader.errors import LockTimeoutError, TransportError
 from gear_loader.storage.disk_copies import copies_of
-from gear_loader.transport.queries import SpanQuery, WindowQuery
-from gear_loader.transport.spec import PackedSpec, WindowSpec
+from gear_loader.storage.payload import PayloadReader
+from gear_loader.transport.queries import SpanQuery, ValueQuery, WindowQuery
+from gear_loader.transport.spec import PackedSpec, ValueSpec, WindowSpec
 from gear_loader.transport.table_cache import TableCache
 
 COUNT = 30
@@ -133,3 +135,90 @@ def test_damage_leaves_trajectories_out_of_their_batch(tmp_path: Path) -> None:
         numbers = [n for batch in data for n in batch["task"][:, 0].tolist()]
         assert sorted(numbers) == sorted(set(range(40)) - set(hit))
         assert data.stats()["gone"] == len(hit) == table.stats().num_lost
+
+
+def test_a_server_sends_values_by_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they lie by then; those of a damaged file are gone, and a step that has no such value is an error."""
+    monkeypatch.setattr(saving, "MAX_SEGMENTS_BEHIND", 1)
+    columns = {"number": gear.Column(torch.int64), "words": gear.Column(torch.int16, (None,))}
+    known = {number: [np.arange(number + step, dtype=np.int16) for step in range(5)] for number in range(8)}
+    looked_up, name = PayloadReader.records, fresh_name()
+    with (
+        tiered(tmp_path, columns, name=name, payload=30_000) as table,
+        contextlib.ExitStack() as stack,
+        contextlib.closing(TableCache([name], 1.0)) as tables,
+    ):
+        stack.callback(table.unlink)
+        for number, words in known.items():
+            table.add({"number": np.full(5, number), "words": words})
+        table.save(tmp_path)
+        slots, arrays = table.indices(), table._engine.index.arrays
+        generations = arrays.generation[slots].copy()
+        query = WindowQuery(WindowSpec(name, table.schema, {"words": gear.Window(2, -1)}), tables)
+        anchors = np.arange(8) % 3
+        sent = []
+        for moves in (
+            lambda: spill(table, slots[::2]),
+            lambda: spill(table, slots),
+            lambda: promote(table, 0),
+        ):
+            moves()
+            found = reply(query, np.stack((slots, anchors, generations)), on_disk=True)
+            sent.append(found[: 8 * 2 * 16].view(np.int64).reshape(8, 2, 2))
+        assert all(np.array_equal(each, sent[0]) for each in sent), "records do not tell where values lie"
+        assert not sent[0][anchors == 0, 0].any(), "padding"
+        records = sent[0][:, 1]
+        assert records.tolist() == [
+            [step - (1 << 62) if number + step else 0, number + step]
+            for number, step in enumerate(anchors.tolist())
+        ]
+
+        def asked(records: Any, gone: int = 0) -> Any:
+            names = np.zeros((6, len(records)), dtype=np.int64)
+            names[[0, 2, 3, 5]] = (
+                slots[: len(records)],
+                generations[: len(records)],
+                records[:, 1],
+                records[:, 1],
+            )
+            names[4] = records[:, 0]
+            names[2, :gone] += 1
+            return names
+
+        spec = ValueSpec(name, table.schema, {"words": None})
+        expected = np.concatenate([known[number][step] for number, step in enumerate(anchors.tolist())])
+        size = spec.data_bytes(8, len(expected))
+
+        def check(out: Any, served: Any) -> None:
+            rows = np.repeat(served, records[:, 1])
+            assert np.array_equal(out[: 2 * len(rows)].view(np.int16), np.where(rows, expected, 0))
+            assert not out[2 * len(rows) : size].any()
+            assert out[size : size + 8].tolist() == np.logical_not(served).tolist()
+
+        values = ValueQuery(spec, tables)
+        check(reply(values, asked(records, 3), on_disk=True), np.arange(8) >= 3)
+        segments, turns = copies_of(arrays, slots)["segment"].copy(), []
+
+        def records_of(reader: PayloadReader, *given: Any) -> Any:
+            """The records, and then the values are written anew."""
+            found = looked_up(reader, *given)
+            turns.append(len(found))
+            while len(turns) == 1 and (copies_of(arrays, slots)["segment"] == segments).any():
+                table.add({"number": np.zeros(1, np.int64), "words": [np.zeros(1, np.int16)]})
+                table.save(tmp_path)
+            return found
+
+        monkeypatch.setattr(PayloadReader, "records", records_of)
+        check(reply(values, asked(records), on_disk=False), np.ones(8, dtype=bool))
+        assert turns == [8, 8]
+        for wrong in ((5 - (1 << 62), 3), (-1 - (1 << 62), 3), (5, 3), (2 - (1 << 62), 99), (-(1 << 63), 1)):
+            with pytest.raises(TransportError, match="names a step that has none of so many rows"):
+                reply(values, asked(np.array([wrong])), on_disk=False)
+        for file in tmp_path.glob("segments/*/words%values.npy"):
+            os.truncate(file, 100)
+        spill(table, slots)
+        with contextlib.closing(TableCache([name], 1.0)) as others:  # which has none of the files open
+            out = reply(ValueQuery(spec, others), asked(records), on_disk=True)
+        lost = ~np.isin(slots, table.indices())
+        assert lost.any()
+        check(out, ~lost)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_common import on_two_nodes, run_ranks
+from tier_common import move, spill, tier_at
 
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
@@ -72,11 +73,18 @@ def trajectory(number: int) -> dict[str, Any]:
     return steps
 
 
-def make(name: str | None, shard: int) -> gear.Table:
+def make(name: str | None, shard: int, folder: Path | None = None) -> gear.Table:
+    """The table of a shard; with a folder, two of three trajectories lie there only, on a disk tier."""
     sizes = {"max_steps": 2000, "max_trajectories": 100, "block_steps": 8}
-    table = gear.Table.create(SCHEMA, name=name, memory=gear.Memory(payload="4MiB"), **sizes)
+    memory = gear.Memory(payload="4MiB", max_blocks=250 if folder else None)
+    table = gear.Table.create(
+        SCHEMA, name=name, memory=memory, **sizes, **tier_at(folder and folder / str(shard))
+    )
     for i in range(COUNTS[shard]):
         table.add(trajectory(100 * shard + i), priority=i % 5 + 0.5)
+    if folder:
+        table.save(folder / str(shard))
+        assert spill(table, np.flatnonzero(np.arange(COUNTS[shard]) % 3)) > 2
     return table
 
 
@@ -144,8 +152,15 @@ def draw(shards: Shards, name: str, world: int, count: int = 5, **more: Any) -> 
     return [check(batch) for batch in gear.ReplayDataset(shards, **options, **CASES[name], **more)]
 
 
-def rank_of(rank: int, world: int, work: Callable[[Shards, int, int], Any], transport: str) -> Any:
-    return on_two_nodes(make(f"gear-ragged-{os.getppid()}-{rank}", rank), rank, world, work, transport)
+def rank_of(
+    rank: int,
+    world: int,
+    work: Callable[[Shards, int, int], Any],
+    transport: str,
+    folder: Path | None = None,
+) -> Any:
+    table = make(f"gear-ragged-{os.getppid()}-{rank}", rank, folder)
+    return on_two_nodes(table, rank, world, work, transport)
 
 
 def draw_all(shards: Shards, rank: int, world: int) -> dict[str, Any]:
@@ -162,10 +177,17 @@ def draw_all(shards: Shards, rank: int, world: int) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "transport", ["socket", pytest.param("ucx", marks=NO_UCX), pytest.param("nixl", marks=NO_NIXL)]
+    ("transport", "tiered"),
+    [
+        ("socket", False),
+        ("socket", True),
+        pytest.param("ucx", False, marks=NO_UCX),
+        pytest.param("ucx", True, marks=NO_UCX),
+        pytest.param("nixl", False, marks=NO_NIXL),
+    ],
 )
-def test_ranks_get_the_batches_of_one_process(transport: str) -> None:
-    ranks = run_ranks(3, rank_of, draw_all, transport)
+def test_ranks_get_the_batches_of_one_process(transport: str, tiered: bool, tmp_path: Path) -> None:
+    ranks = run_ranks(3, rank_of, draw_all, transport, tmp_path if tiered else None)
     with Shards([make(None, shard) for shard in range(3)]) as shards:
         whole = draw_all(shards, 0, 1)
     for name in CASES:
@@ -209,10 +231,12 @@ def test_a_damaged_value_of_shards_is_named(size: int | None) -> None:
 
 
 def replace(table: gear.Table, shard: int, ends: threading.Event) -> None:
+    random = np.random.default_rng(shard)
     for number in itertools.count(COUNTS[shard]):
         if ends.wait(0.002):
             return
         table.add(trajectory(100 * shard + number % 90))
+        move(table, random)
 
 
 def storm(shards: Shards, rank: int, world: int) -> int:
@@ -237,15 +261,16 @@ def storm(shards: Shards, rank: int, world: int) -> int:
     return gone
 
 
-def far_rank(rank: int, world: int, work: Callable[[Shards, int, int], Any]) -> Any:
+def far_rank(rank: int, world: int, work: Callable[[Shards, int, int], Any], folder: Path | None) -> Any:
     table = gear.Table.create(
         SCHEMA,
         name=f"gear-ragged-storm-{os.getppid()}-{rank}",
-        memory=gear.Memory(payload="128KiB"),
+        memory=gear.Memory(payload="128KiB", max_blocks=60 if folder else None),
         max_steps=400,
         max_trajectories=20,
         on_full="evict_oldest",
         block_steps=4,
+        **tier_at(folder and folder / str(rank)),
     )
     for i in range(COUNTS[rank]):
         table.add(trajectory(100 * rank + i))
@@ -257,8 +282,12 @@ def far_rank(rank: int, world: int, work: Callable[[Shards, int, int], Any]) -> 
 
 
 @pytest.mark.long
-def test_values_are_those_of_their_rows_while_trajectories_leave_and_a_server_is_killed() -> None:
-    assert sum(run_ranks(2, far_rank, storm)) > 0
+@pytest.mark.parametrize("tiered", [False, True])
+def test_values_are_those_of_their_rows_while_trajectories_leave_and_a_server_is_killed(
+    tmp_path: Path, tiered: bool
+) -> None:
+    """With a disk tier, others move to disk and back meanwhile."""
+    assert sum(run_ranks(2, far_rank, storm, tmp_path if tiered else None)) > 0
 
 
 # ---------------------------------------------------------------- what goes over the network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learner_common import connected
+from table_common import fresh_name
 from tree_common import check_groups, expanded, grouped
 
 import gear_loader as gear
@@ -275,3 +278,55 @@ def test_values_of_any_length_and_trees_are_joined() -> None:
             assert all(image.equal(row["images"]) for image, row in zip(images, whole, strict=True))
     padded = dataset(mine, gear.Uniform(), windows={"token": gear.Window(2), "images": None}).sample(30)
     assert len(padded["images"]) == len(padded["token"]) == 30
+
+
+@pytest.mark.parametrize("sampler", [gear.Uniform(), gear.Prioritized(normalize="table", beta=1.0)])
+def test_groups_are_drawn_whole_each_out_of_one_shard(sampler: Any) -> None:
+    """With the probabilities and weights of one table of all groups."""
+    names, size = {"prompt": gear.Column(torch.int64, per="trajectory")}, 3
+    columns = {**SCHEMA, **names, "image": gear.Column(torch.uint8, (None,), per="group")}
+    given: dict[str, Any] = {**SIZES, "memory": gear.Memory(payload="64KiB", prefixes=True)}
+    tables = [gear.Table.create(columns, **given, name=fresh_name()) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for table in tables:
+            stack.callback(table.unlink)
+        one = stack.enter_context(gear.Table.create(columns, **given))
+        for number in range(9):
+            for table in (one, tables[0] if number < 6 else tables[1]):
+                for _ in range(size if number < 8 else 1):  # the last group is not complete
+                    image = {"image": torch.full((number + 1,), number, dtype=torch.uint8)}
+                    rows = {**trajectory(number), "prompt": torch.tensor(number), **image}
+                    table.add(rows, priority=1.0 + number, prefix="prompt")
+        remote = stack.enter_context(connected(tables[1]))
+        mine = RemoteShards([tables[0], remote, tables[2]])
+        options: dict[str, Any] = {"windows": {"number": gear.Window(1, squeeze=True), "image": None}}
+        options |= {"groups": gear.Groups("prompt", size), "batch_size": 32 * size}
+        ours, theirs = (dataset(each, sampler, **options) for each in (mine, one))
+        drawn = []
+        for batch in ours:
+            groups = batch["number"].view(-1, size)
+            assert (groups == groups[:, :1]).all()
+            assert batch["index"].view(-1, size).diff(dim=1).all(), "each member once"
+            assert batch["shard"].tolist() == (batch["number"] >= 6).long().tolist()
+            assert [image.tolist() for image in batch["image"].tolist()] == [
+                [n] * (n + 1) for n in batch["number"].tolist()
+            ]
+            drawn.append(groups[:, 0])
+        counts = torch.bincount(torch.cat(drawn), minlength=8).double()
+        expected = torch.ones(8, dtype=torch.float64)
+        if sampler.by_priority:
+            expected = torch.arange(1, 9, dtype=torch.float64).pow(sampler.alpha)
+            weights = dict(zip(batch["number"].tolist(), batch["priority_weight"].tolist(), strict=True))
+            other = theirs.sample()
+            for number, weight in zip(
+                other["number"].tolist(), other["priority_weight"].tolist(), strict=True
+            ):
+                assert weights.get(number, weight) == pytest.approx(weight, rel=1e-5)
+        expected *= counts.sum() / expected.sum()
+        # 99.99% of the distribution of chi-squared with 7 degrees of freedom; the seed is fixed.
+        assert float(((counts - expected).square() / expected).sum()) < 29.9
+        assert len(counts) == 8
+        assert len(ours.sample(2 * size)["number"]) == 2 * size
+        with pytest.raises(SchemaError, match="expected a multiple of group_size=3"):
+            ours.sample(4)
+        ours.close()
