@@ -1256,7 +1256,7 @@ class ReplayDataset(IterableDataset[Batch]):
         a plain `DataLoader` have delivered.
 
         Over `Shards` all ranks call it at the same time; a rank's state has the priorities of its own shard. Each rank
-        loads its own again; on another number of ranks see `gear.distributed.join_states`.
+        loads its own again; on another number of ranks see `gear_loader.distributed.join_states`.
 
         Args:
             full: over `Shards`, whether the state of rank 0 has the priorities of all ranks instead, so that it is

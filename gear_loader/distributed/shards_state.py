@@ -132,7 +132,7 @@ class ShardsState(PriorityState):
         updates: ids, steps, priorities and delays (draws until they count) of updates on their way.
         placed: ids, shards and number of blocks of the trajectories that have blocks of leaves of their own, int64 [m],
             and the blocks, int32, concatenated.
-        parts, of, checksum: of ranks' parts, as `part_of_rank` says; None for a whole state.
+        parts, of, checksum: as `part_of_rank` says; parts is None for a whole state, all three for an older one.
         slices: of the last batches, as `save_samplers` has them; a whole state has all rows.
     """
 
@@ -203,7 +203,7 @@ def parse_shards_state(state: Mapping[str, Any], sampler: Sampler) -> ShardsStat
         )
         fits = _valid_updates(updates) and _valid_placed(placed)
         parts = None if state.get("parts") is None else tuple(int(each) for each in state["parts"])
-        of, checksum = (None, None) if parts is None else (int(state["of"]), int(state["checksum"]))
+        of, checksum = (int(state["of"]), int(state["checksum"])) if "of" in state or parts else (None, None)
         slices = tuple(
             rows
             if parts is not None

@@ -139,7 +139,7 @@ def join(states: Sequence[Any]) -> dict[str, Any]:
         joined["num_stale"] = sum(each["num_stale"] for each in kept)
         slices = [rows for each in kept for rows in each["recent"]]
         if len(parts) == first["of"]:
-            return {**joined, "recent": join_batches(slices)}
+            return {**joined, "recent": join_batches(slices), **({} if len(parts) == 1 else ends)}
         return {**joined, "recent": slices, "parts": parts, **ends}
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise SchemaError(
@@ -194,13 +194,13 @@ def load_parts(
 
 def _answering(having: list[Any], exchange: SingleProcess) -> list[int]:
     """The ranks that give others what these lack: the first that has each part."""
-    saved = sorted({(of, checksum) for parts, of, checksum in having if parts is not None})
+    saved = {(of, checksum) for _, of, checksum in having if of is not None}  # unknown of older whole states
     if len(saved) > 1:
         raise SchemaError(
             f"The ranks {list(exchange.ranks)} load parts of different states; expected those that all ranks saved "
             "at the same time. Nothing was changed."
         )
-    of = saved[0][0]
+    of, _ = saved.pop()
     found, answering = set[int](), []
     for rank, (parts, _, _) in enumerate(having):
         mine = set(range(of) if parts is None else parts)
@@ -237,7 +237,8 @@ def _filled(
         return found, np.repeat(ranks, counts)
 
     def told(ids: Array) -> Array:
-        return (ids + (ids >> 16)) % size  # their last 16 bits are a shard's number
+        ranks_told: Array = (ids + (ids >> 16)) % size  # their last 16 bits are a shard's number
+        return ranks_told
 
     needed, needing = send(missing, told(missing))
     order = np.argsort(needed, kind="stable")
@@ -245,11 +246,9 @@ def _filled(
     offered = offered[np.argsort(told(offered), kind="stable")]
     asked, asking = send(offered, told(offered))
     place, found = find(needed[order], asked)
-    found &= np.isin(
-        np.arange(len(asked)), np.unique(asked, return_index=True)[1]
-    )  # of the first that has it
-    answers_to = np.full(len(asked), -1, dtype=np.int64)
-    answers_to[found] = needing[order][place[found]]
+    first = np.zeros(len(asked), dtype=bool)
+    first[np.unique(asked, return_index=True)[1]] = True  # of the ranks that have it
+    answers_to = np.where(found & first, needing[order][place] if len(needed) else -1, -1)
     targets, _ = send(answers_to, asking)
     order = np.argsort(offered, kind="stable")
     offered, targets = offered[order], targets[order]

@@ -93,10 +93,8 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
                 for name, one in given.items():
                     again = dataset(shards, sampler, prefetch=1, scope=scope)
                     again.load_state_dict(one)
-                    if rank == 0:
-                        assert repr(again.state_dict()) == repr(whole), name
-                    else:
-                        again.state_dict()
+                    saved = again.state_dict()
+                    assert rank or unchecked(saved) == unchecked(whole), name
                     mine, iterator = steps(again, BEFORE, AFTER)
                     iterator.close()
                     same_rows([mine], expected, name)
@@ -107,6 +105,12 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
         distributed.save(shards, Path(folder, "later"))
         found["tables"] = contents(shards.table)
         return found
+
+
+def unchecked(state: dict[str, Any]) -> str:
+    """A state without its checksum: which rank saves which rows of the last batches is not told."""
+    priorities = {key: value for key, value in state["priorities"].items() if key != "checksum"}
+    return repr({**state, "priorities": priorities})
 
 
 def everyones(value: Any, world: int) -> list[Any]:
@@ -122,7 +126,10 @@ def refused(shards: Shards, parts: list[Any], state: Any, rank: int) -> list[str
     before, found = repr(data.state_dict(full=False)), []
     damaged = {**parts[1], "priorities": {**parts[1]["priorities"], "maximum": -1.0}}
     later = {**parts[rank], "priorities": {**parts[rank]["priorities"], "checksum": 1}}
-    for bad in (parts[0], damaged if rank == 1 else parts[rank], later if rank == 2 else parts[rank]):
+    if rank == 0:  # the whole state, but later
+        later = {**state, "priorities": {**state["priorities"], "checksum": 1}}
+    mixed = later if rank != 1 else parts[rank]
+    for bad in (parts[0], damaged if rank == 1 else parts[rank], mixed):
         with pytest.raises(gear.errors.GearError) as failed:
             data.load_state_dict(bad)
         found.append(f"{type(failed.value).__name__}: {failed.value}")
