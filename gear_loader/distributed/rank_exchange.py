@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import struct
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from gear_loader.distributed.failure_search import FailureSearch
-from gear_loader.distributed.liveness import BEAT, Liveness, back_off
+from gear_loader.distributed.liveness import BEAT, Liveness, back_off, default_store
+from gear_loader.distributed.node_routes import NodeRoutes
 from gear_loader.distributed.rendezvous import GlooGroup, StoreBarrier
 from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
@@ -129,9 +131,11 @@ class Exchange(SingleProcess):
     Args:
         ranks: numbers of the ranks in the default process group; the same list on all of them.
         timeout: deadline of each call, and of the construction, in seconds.
+        nodes: name of each rank's node: `all_to_all` may then go by way of the ranks of a node, see `NodeRoutes`.
 
     Attributes:
         ranks, timeout: as given.
+        routes: of `all_to_all`; None if each rank sends to each.
         position: number of calls that this rank has begun, the kind of the last one, and what the rank does.
         key: of this exchange's keys in the store, and of its position in heartbeats.
         liveness: of the ranks' processes; None without a store.
@@ -140,7 +144,7 @@ class Exchange(SingleProcess):
         RankError: a rank did not join before the deadline, or died; the message names it.
     """
 
-    def __init__(self, ranks: Sequence[int], *, timeout: float) -> None:
+    def __init__(self, ranks: Sequence[int], *, timeout: float, nodes: Sequence[str] | None = None) -> None:
         self.ranks = list(ranks)
         self.timeout = timeout
         self.size = len(self.ranks)
@@ -162,8 +166,14 @@ class Exchange(SingleProcess):
             with contextlib.suppress(RuntimeError):
                 self.liveness.learn()
         search = FailureSearch(self, "did not join the others", began)
-        self._gloo = GlooGroup(self.ranks, self.timeout, search)
-        self._finalizer = weakref.finalize(self, _end, self._gloo, self.liveness, self.key)
+        groups = [GlooGroup(self.ranks, self.timeout, search)]
+        self._finalizer = weakref.finalize(self, _end, groups, self.liveness, self.key)
+        self.routes = None if nodes is None or self.liveness is None else NodeRoutes.of(self.rank, nodes)
+        if self.routes is not None:
+            store = dist.distributed_c10d.PrefixStore(self.key, default_store())
+            for group in (self.routes.near, self.routes.far):
+                groups.append(GlooGroup(group.tolist(), self.timeout, search, own=(store, self.rank)))
+        self._gloo, self._groups = groups[0], groups
         self._finalizer.atexit = False
 
     @staticmethod
@@ -193,23 +203,39 @@ class Exchange(SingleProcess):
         head = np.frombuffer(bytearray(_head(self._number, failure)), dtype=np.uint8)
         self._number += 1
         heads = np.full(self.size, _HEAD.size, dtype=np.int64)
-        sent = torch.empty(int((heads + outs).sum()), dtype=torch.uint8, device="cpu")
-        received = torch.empty(int((heads + ins).sum()), dtype=torch.uint8, device="cpu")
+        sent: Array = np.empty((heads + outs).sum(), dtype=np.uint8)
         starts, places = np.cumsum(outs) - outs, np.cumsum(heads + outs) - outs  # of the parts
-        copy_ranges(sent.numpy(), places - _HEAD.size, head, np.zeros_like(heads), heads)
-        copy_ranges(sent.numpy(), places, data, starts, outs)
-        sizes = (heads + ins).tolist(), (heads + outs).tolist()
-        self._call(
-            "its part of a batch",
-            lambda group: dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True),
-        )
+        copy_ranges(sent, places - _HEAD.size, head, np.zeros_like(heads), heads)
+        copy_ranges(sent, places, data, starts, outs)
+        self._enter(_BATCH)
+        if self.routes is None:
+            received = self._all_to_all(0, sent, heads + outs, heads + ins)
+        else:
+            near, far = (functools.partial(self._all_to_all, number) for number in (1, 2))
+            received = self.routes.exchange(sent, heads + outs, heads + ins, near, far)
         if failure is not None:
             raise failure
         places = np.cumsum(heads + ins) - ins
-        self._check(received.numpy(), places - _HEAD.size)
+        self._check(received, places - _HEAD.size)
         answer: Array = np.empty(ins.sum(), dtype=np.uint8)
-        copy_ranges(answer, np.cumsum(ins) - ins, received.numpy(), places, ins)
+        copy_ranges(answer, np.cumsum(ins) - ins, received, places, ins)
         return answer
+
+    def _all_to_all(self, number: int, data: Array, outs: Array, ins: Array) -> Array:
+        """`all_to_all` in one of this rank's groups, without heads."""
+        if len(outs) == 1:
+            return data
+        received: Array = np.empty(ins.sum(), dtype=np.uint8)
+        tensors = torch.from_numpy(received), torch.from_numpy(data)
+        sizes = ins.tolist(), outs.tolist()
+
+        def start(group: Any) -> Any:
+            if number:  # torch does not know it
+                return group.alltoall_base(*tensors, *sizes)
+            return dist.all_to_all_single(*tensors, *sizes, group=group, async_op=True)
+
+        self._call("its part of a batch", start, self._groups[number])
+        return received
 
     def _check(self, data: Array, places: Array) -> None:
         """Raise the error of a rank that has failed, or is at another exchange; `places`: of the ranks' headers."""
@@ -295,18 +321,20 @@ class Exchange(SingleProcess):
 
     # ---------------------------------------------------------------- failures
 
-    def _call(self, what: str, start: Callable[[Any], Any]) -> None:
+    def _call(self, what: str, start: Callable[[Any], Any], gloo: GlooGroup | None = None) -> None:
         """Run a collective, until the deadline or until a rank is known to be missing.
 
         Args:
             what: object that a rank sends with it, for errors.
             start: starts the collective in a group, and returns torch's `Work`.
+            gloo: a group for a part of a call that has begun; by default that of all ranks, for a call.
         """
         search = FailureSearch(self, f"did not send {what}")
         self._calling = True  # before `_enter`: then `close` leaves the group to this call
         try:
-            self._enter(_BATCH)
-            self._gloo.work = work = start(self._gloo.group)
+            self._enter(_BATCH, begins=gloo is None)
+            gloo = gloo or self._gloo
+            gloo.work = work = start(gloo.group)
             while not _done(work):
                 search.check()
         except RankError:
@@ -318,10 +346,12 @@ class Exchange(SingleProcess):
             if self._closed:
                 self._finalizer()
 
-    def _enter(self, kind: str) -> None:
-        """Begin a call: count it, so that this rank's heartbeats carry its position."""
+    def _enter(self, kind: str, *, begins: bool = True) -> None:
+        """Begin a call: count it, so that this rank's heartbeats carry its position. Or go on with one."""
         if self._broken is not None:
             raise self._broken
+        if not begins:
+            return
         self.position = (self.position[0] + 1, kind, self.doing)
         if self.liveness is not None:
             self.liveness.positions[self.key] = self.position
@@ -389,11 +419,12 @@ class Exchange(SingleProcess):
             self._finalizer()
 
 
-def _end(gloo: GlooGroup, liveness: Liveness | None, key: str) -> None:
-    """Close an exchange's group, and tell the other ranks with the next heartbeat."""
+def _end(groups: Sequence[GlooGroup], liveness: Liveness | None, key: str) -> None:
+    """Close an exchange's groups, and tell the other ranks with the next heartbeat."""
     if liveness is not None:
         liveness.mark_closed(key)
-    gloo.close()
+    for group in groups:
+        group.close()
 
 
 def _head(number: int, failure: BaseException | None) -> bytes:

@@ -155,6 +155,7 @@ class ShardTables:
         if len(tables) != 1:
             raise SchemaError(f"{len(tables)} tables were given; expected one on each rank.")
         self._ranks, self.places = places_of(mesh)
+        self.members = []
         self.exchange = self.new_exchange()
         self.table = tables[0]
         rank = self.exchange.rank
@@ -298,7 +299,10 @@ class ShardTables:
 
     def new_exchange(self) -> SingleProcess:
         """Make a collective channel for a dataset; all ranks call it at the same time."""
-        return SingleProcess() if self._ranks is None else Exchange(self._ranks, timeout=self.timeout)
+        if self._ranks is None:
+            return SingleProcess()
+        nodes = [member.node for member in self.members] or None  # not known before the ranks have joined
+        return Exchange(self._ranks, timeout=self.timeout, nodes=nodes)
 
     def source(self, shard: int) -> Table | RemoteShard:
         """Return the source of a shard's rows, with the columns of this rank's stage: a table of this node is read in
