@@ -37,6 +37,7 @@ from benchmarks.showing import grid, size
 from gear_loader.distributed import rank_exchange as exchanges
 from gear_loader.distributed import records
 from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.distributed.node_routes import NodeRoutes
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import SUMMARY, UPDATE, Outbox, record_dtype
 from gear_loader.distributed.remote import PART_BYTES
@@ -99,9 +100,12 @@ def rounds(algorithm: str, world: int, each: float, group: int = 8) -> list[Roun
         steps = math.ceil(math.log2(nodes))
         between = [(1, each * group * min(2**step, nodes - 2**step), False) for step in range(steps)]
         return [(group - 1, (group - 1) * each, True), *between, (1, world * each, True)]
-    assert algorithm == "hierarchical"
-    inside = (group - 1, (group - 1) * world * each, True)
-    return [inside, (nodes - 1, (nodes - 1) * group * group * each, False), inside]
+    assert (
+        algorithm == "hierarchical"
+    )  # as `NodeRoutes` does it, by sockets also within a node; first sizes of parts
+    inside = (group - 1, (group - 1) * world * each / group, False)
+    between = (2 * math.ceil(nodes / group) - 1, (world - group) * each, False)
+    return [(group - 1, (group - 1) * 16 * world, False), inside, between, inside]
 
 
 def seconds(network: Network, world: int, schedule: Sequence[Round]) -> float:
@@ -428,9 +432,14 @@ def _resources(numbers: Sequence[int], batch: int, group: int) -> Table:
     away = {world: max(world - group, 0) for world in numbers}  # ranks, and shards, of other nodes
     # Each row falls to any shard; a rank asks each shard of another node that has any of its rows, once.
     hit = {world: 1 - (1 - 1 / world) ** batch for world in numbers}
+    routes = {world: NodeRoutes.of(0, [str(rank // group) for rank in range(world)]) for world in numbers}
+    messages = {world: world - 1 if each is None else each.most_messages for world, each in routes.items()}
+    more = {
+        world: 0 if each is None else len(each.near) + len(each.far) - 2 for world, each in routes.items()
+    }
     of: dict[str, Callable[[int], str]] = {
-        "gloo sockets of a rank, Shards and one dataset": lambda world: f"{2 * (world - 1):,}",
-        "the same of a node": lambda world: f"{2 * group * (world - 1):,}",
+        "messages of a rank for a batch": lambda world: f"{messages[world]:,}",
+        "gloo sockets of a rank, Shards and one dataset": lambda world: f"{2 * (world - 1) + more[world]:,}",
         "connections of a rank to servers": lambda world: f"{nodes[world] - 1:,}",
         "connections of a server": lambda world: f"{away[world]:,}",
         "requests to a server for one batch of every rank": lambda world: (

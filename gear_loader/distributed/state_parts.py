@@ -169,7 +169,7 @@ def load_parts(
 
     def describe() -> dict[str, Any]:
         state, ids = parse(), np.unique(own())
-        missing = np.setdiff1d(ids, state.names)
+        missing = np.setdiff1d(ids, np.concatenate((state.names, state.updates[0])))
         given.append((state, ids, missing))
         return {
             "has": [state.parts, state.of, state.checksum],

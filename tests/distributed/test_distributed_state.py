@@ -90,6 +90,8 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
                     given["another rank's"] = parts[(rank + 1) % world]
                     given["two"] = distributed.join_states([parts[rank], parts[(rank + 1) % world]])
                     given["all by one rank"] = whole if rank == 1 else part
+                    older = {k: v for k, v in whole["priorities"].items() if k not in ("of", "checksum")}
+                    given["an older one"] = {**whole, "priorities": older}
                 for name, one in given.items():
                     again = dataset(shards, sampler, prefetch=1, scope=scope)
                     again.load_state_dict(one)
