@@ -434,12 +434,13 @@ def _resources(numbers: Sequence[int], batch: int, group: int) -> Table:
     hit = {world: 1 - (1 - 1 / world) ** batch for world in numbers}
     routes = {world: NodeRoutes.of(0, [str(rank // group) for rank in range(world)]) for world in numbers}
     messages = {world: world - 1 if each is None else each.most_messages for world, each in routes.items()}
-    more = {
-        world: 0 if each is None else len(each.near) + len(each.far) - 2 for world, each in routes.items()
+    sockets = {
+        world: world - 1 if each is None else each.most_messages - 2 * (group - 1)
+        for world, each in routes.items()
     }
     of: dict[str, Callable[[int], str]] = {
         "messages of a rank for a batch": lambda world: f"{messages[world]:,}",
-        "gloo sockets of a rank, Shards and one dataset": lambda world: f"{2 * (world - 1) + more[world]:,}",
+        "gloo sockets of a rank, Shards and one dataset": lambda world: f"{2 * sockets[world]:,}",
         "connections of a rank to servers": lambda world: f"{nodes[world] - 1:,}",
         "connections of a server": lambda world: f"{away[world]:,}",
         "requests to a server for one batch of every rank": lambda world: (

@@ -146,3 +146,25 @@ class NodeRoutes:
         )
         copy_ranges(answer, starts(ins)[self._last], passed, starts(last), last)
         return answer
+
+    def gather(self, data: Array, near: AllToAll, far: AllToAll) -> list[Array]:
+        """What each rank has, uint8 [n] in their order; `data`: what this one has."""
+        here = _to_some(near, np.arange(self._size), data, self._size)
+        node = np.concatenate((np.array([len(each) for each in here]).view(np.uint8), *here))
+        there = _to_some(far, self._peers, node, len(self.far))
+        carried = np.concatenate([data[:0], *(there[peer] for peer in self._peers.tolist())])
+        passed = np.concatenate(_to_some(near, np.arange(self._size), carried, self._size))
+        found = dict(zip(self.near.tolist(), here, strict=True))
+        for ranks in self._last.reshape(-1, self._size).tolist():  # of a node each
+            counts = np.frombuffer(passed[: 8 * self._size].tobytes(), dtype=np.int64)
+            *parts, passed = np.split(passed[8 * self._size :], np.cumsum(counts))
+            found |= zip(ranks, parts, strict=True)
+        return [found[rank].copy() for rank in range(len(found))]
+
+
+def _to_some(all_to_all: AllToAll, targets: Array, data: Array, size: int) -> list[Array]:
+    """Send the same bytes to some members of a group, ascending; return those of each member."""
+    outs, eight = np.zeros(size, dtype=np.int64), np.full(size, 8, dtype=np.int64)
+    outs[targets] = len(data)
+    ins = all_to_all(outs.view(np.uint8), eight, eight).view(np.int64)
+    return np.split(all_to_all(np.tile(data, len(targets)), outs, ins), np.cumsum(ins)[:-1])

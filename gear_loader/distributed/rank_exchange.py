@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gear_loader.distributed.failure_search import FailureSearch
 from gear_loader.distributed.liveness import BEAT, Liveness, back_off, default_store
-from gear_loader.distributed.node_routes import NodeRoutes
+from gear_loader.distributed.node_routes import AllToAll, NodeRoutes
 from gear_loader.distributed.rendezvous import GlooGroup, StoreBarrier
 from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
@@ -33,6 +33,7 @@ _OK, _FAILED = 0, 1
 _SLICE = 0.5  # seconds between two checks of the other ranks while a collective runs
 _BATCH, _CALL = "batch", "call"  # kinds of calls: collectives, and the barriers in the store before rare ones
 _MADE: dict[tuple[int, ...], int] = {}  # number of exchanges that these ranks have made
+_PART = "its part of a batch"
 _logger = logging.getLogger("gear_loader")
 
 
@@ -131,11 +132,11 @@ class Exchange(SingleProcess):
     Args:
         ranks: numbers of the ranks in the default process group; the same list on all of them.
         timeout: deadline of each call, and of the construction, in seconds.
-        nodes: name of each rank's node: `all_to_all` may then go by way of the ranks of a node, see `NodeRoutes`.
+        node: name of this rank's node; None if it counts as one of its own.
 
     Attributes:
         ranks, timeout: as given.
-        routes: of `all_to_all`; None if each rank sends to each.
+        routes: by way of the ranks of a node; None if each rank sends to each.
         position: number of calls that this rank has begun, the kind of the last one, and what the rank does.
         key: of this exchange's keys in the store, and of its position in heartbeats.
         liveness: of the ranks' processes; None without a store.
@@ -144,7 +145,7 @@ class Exchange(SingleProcess):
         RankError: a rank did not join before the deadline, or died; the message names it.
     """
 
-    def __init__(self, ranks: Sequence[int], *, timeout: float, nodes: Sequence[str] | None = None) -> None:
+    def __init__(self, ranks: Sequence[int], *, timeout: float, node: str | None = None) -> None:
         self.ranks = list(ranks)
         self.timeout = timeout
         self.size = len(self.ranks)
@@ -159,22 +160,33 @@ class Exchange(SingleProcess):
         began = time.monotonic()
         self.liveness = self.announce()
         self._barrier: StoreBarrier | None = None
+        search = FailureSearch(self, "did not join the others", began)
         if self.liveness is not None:
             self._barrier = StoreBarrier(self.liveness, self.key, self.rank, self.ranks)
+            with search.blaming():
+                self.put("node/" + str(self.rank), node or f"rank {self.rank}")
             # Before the group is made: the store can name missing ranks, and gloo cannot.
             self._barrier.wait("joined", FailureSearch(self, "did not join the others", began), named=True)
             with contextlib.suppress(RuntimeError):
                 self.liveness.learn()
-        search = FailureSearch(self, "did not join the others", began)
-        groups = [GlooGroup(self.ranks, self.timeout, search)]
-        self._finalizer = weakref.finalize(self, _end, groups, self.liveness, self.key)
-        self.routes = None if nodes is None or self.liveness is None else NodeRoutes.of(self.rank, nodes)
-        if self.routes is not None:
+        self.routes = self._routes(search)
+        self._groups: list[GlooGroup] = []
+        self._finalizer = weakref.finalize(self, _end, self._groups, self.liveness, self.key)
+        if self.routes is None:
+            self._groups.append(GlooGroup(self.ranks, self.timeout, search))
+        else:
             store = dist.distributed_c10d.PrefixStore(self.key, default_store())
             for group in (self.routes.near, self.routes.far):
-                groups.append(GlooGroup(group.tolist(), self.timeout, search, own=(store, self.rank)))
-        self._gloo, self._groups = groups[0], groups
+                self._groups.append(GlooGroup(group.tolist(), self.timeout, search, own=(store, self.rank)))
         self._finalizer.atexit = False
+
+    def _routes(self, search: FailureSearch) -> NodeRoutes | None:
+        """The routes by nodes, by what all ranks have told the store; None without a store, or if they save little."""
+        if self.liveness is None:
+            return None
+        keys = [f"{self.key}/node/{rank}" for rank in range(self.size)]
+        with search.blaming():
+            return NodeRoutes.of(self.rank, self.liveness.read_all(keys))
 
     @staticmethod
     def announce() -> Liveness | None:
@@ -209,10 +221,9 @@ class Exchange(SingleProcess):
         copy_ranges(sent, places, data, starts, outs)
         self._enter(_BATCH)
         if self.routes is None:
-            received = self._all_to_all(0, sent, heads + outs, heads + ins)
+            received = self._in_group(0, _PART, sent, heads + outs, heads + ins)
         else:
-            near, far = (functools.partial(self._all_to_all, number) for number in (1, 2))
-            received = self.routes.exchange(sent, heads + outs, heads + ins, near, far)
+            received = self.routes.exchange(sent, heads + outs, heads + ins, *self._near_and_far(_PART))
         if failure is not None:
             raise failure
         places = np.cumsum(heads + ins) - ins
@@ -221,8 +232,16 @@ class Exchange(SingleProcess):
         copy_ranges(answer, np.cumsum(ins) - ins, received, places, ins)
         return answer
 
-    def _all_to_all(self, number: int, data: Array, outs: Array, ins: Array) -> Array:
-        """`all_to_all` in one of this rank's groups, without heads."""
+    def _near_and_far(self, what: str) -> tuple[AllToAll, AllToAll]:
+        near, far = (functools.partial(self._in_group, number, what) for number in (0, 1))
+        return near, far
+
+    def _in_group(self, number: int, what: str, data: Array, outs: Array, ins: Array) -> Array:
+        """`all_to_all` in one of this rank's groups, without heads, as a part of a call.
+
+        Args:
+            what: object that a rank sends with it, for errors.
+        """
         if len(outs) == 1:
             return data
         received: Array = np.empty(ins.sum(), dtype=np.uint8)
@@ -230,11 +249,11 @@ class Exchange(SingleProcess):
         sizes = ins.tolist(), outs.tolist()
 
         def start(group: Any) -> Any:
-            if number:  # torch does not know it
+            if self.routes is not None:  # torch does not know these groups
                 return group.alltoall_base(*tensors, *sizes)
             return dist.all_to_all_single(*tensors, *sizes, group=group, async_op=True)
 
-        self._call("its part of a batch", start, self._groups[number])
+        self._call(what, start, self._groups[number])
         return received
 
     def _check(self, data: Array, places: Array) -> None:
@@ -262,6 +281,10 @@ class Exchange(SingleProcess):
     def share_array(self, values: Array) -> list[Array]:
         self._wait_for_all("what it has")
         own = np.ascontiguousarray(values)
+        if self.routes is not None:
+            self._enter(_BATCH)
+            parts = self.routes.gather(own.reshape(-1).view(np.uint8), *self._near_and_far("what it has"))
+            return [part.view(own.dtype) for part in parts]
         count = torch.tensor([own.nbytes], device="cpu")
         counts = [torch.zeros_like(count) for _ in self.ranks]
         self._call(
@@ -270,9 +293,11 @@ class Exchange(SingleProcess):
         most = max(int(c) for c in counts)
         padded = torch.zeros(max(most, 1), dtype=torch.uint8, device="cpu")
         padded.numpy()[: own.nbytes] = own.reshape(-1).view(np.uint8)
-        parts = [torch.empty_like(padded) for _ in self.ranks]
-        self._call("what it has", lambda group: dist.all_gather(parts, padded, group=group, async_op=True))
-        return [part.numpy()[: int(count)].view(own.dtype) for part, count in zip(parts, counts, strict=True)]
+        tensors = [torch.empty_like(padded) for _ in self.ranks]
+        self._call("what it has", lambda group: dist.all_gather(tensors, padded, group=group, async_op=True))
+        return [
+            part.numpy()[: int(count)].view(own.dtype) for part, count in zip(tensors, counts, strict=True)
+        ]
 
     def barrier(self) -> None:
         if self.liveness is None:
@@ -327,13 +352,13 @@ class Exchange(SingleProcess):
         Args:
             what: object that a rank sends with it, for errors.
             start: starts the collective in a group, and returns torch's `Work`.
-            gloo: a group for a part of a call that has begun; by default that of all ranks, for a call.
+            gloo: a group, for a part of a call that has begun; by default that of all ranks, for a call.
         """
         search = FailureSearch(self, f"did not send {what}")
         self._calling = True  # before `_enter`: then `close` leaves the group to this call
         try:
             self._enter(_BATCH, begins=gloo is None)
-            gloo = gloo or self._gloo
+            gloo = gloo or self._groups[0]
             gloo.work = work = start(gloo.group)
             while not _done(work):
                 search.check()

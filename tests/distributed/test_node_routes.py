@@ -23,16 +23,17 @@ Array = np.ndarray[Any, Any]
 
 def exchanged(nodes: Sequence[str], sizes: Array) -> tuple[list[Array], list[Array], Array]:
     """What ranks, threads here, are to get and what they get; and how many messages of bytes, and empty ones, they sent
-    each other, int64 [2, W, W]."""
+    each other, int64 [2, W, W]. They also share what they have for rank 0."""
     world, random = len(nodes), np.random.default_rng(4)
     parts = [[random.integers(255, size=n, dtype=np.uint8) for n in row] for row in sizes]
     sent: dict[tuple[int, int, int], Array] = {}
     counts = np.zeros((2, world, world), dtype=np.int64)
     barrier = threading.Barrier(world, timeout=30)
     found: list[Any] = [None] * world
+    counted, shared = list[Array](), list[int]()
 
     def run(rank: int) -> None:
-        routes, calls = NodeRoutes(rank, nodes), iter(range(9))
+        routes, calls = NodeRoutes(rank, nodes), iter(range(20))
 
         def group(members: Array) -> Callable[[Array, Array, Array], Array]:
             def all_to_all(data: Array, outs: Array, ins: Array) -> Array:
@@ -51,13 +52,20 @@ def exchanged(nodes: Sequence[str], sizes: Array) -> tuple[list[Array], list[Arr
         mine = np.concatenate(parts[rank])
         near, far = group(routes.near), group(routes.far)
         found[rank] = routes.exchange(mine, sizes[rank].copy(), sizes[:, rank].copy(), near, far)
+        if rank == 0:
+            counted.append(counts.copy())
+        barrier.wait()
+        for one, part in zip(routes.gather(parts[rank][0], near, far), parts, strict=True):
+            np.testing.assert_array_equal(one, part[0])
+        shared.append(rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [np.concatenate([row[rank] for row in parts]) for rank in range(world)], found, counts
+    assert sorted(shared) == list(range(world))
+    return [np.concatenate([row[rank] for row in parts]) for rank in range(world)], found, counted[0]
 
 
 @pytest.mark.parametrize(("num_nodes", "size"), [(2, 2), (3, 2), (5, 2), (2, 4), (7, 3), (3, 1), (1, 3)])
@@ -103,7 +111,11 @@ def test_nodes_are_routed_through_where_that_saves_messages() -> None:
 def failing_rank(rank: int, world: int, then: str, folder: str) -> str:
     """Rank 1 ends, or does not call, after an exchange of all."""
     node_routes._FEWER = 0
-    exchange = Exchange(range(world), timeout=8, nodes=["a", "a", "b", "b"])
+    exchange = Exchange(range(world), timeout=8, node="ab"[rank // 2])
+    assert exchange.routes is not None
+    assert [part.tolist() for part in exchange.share_array(np.arange(rank))] == [
+        [*range(n)] for n in range(world)
+    ]
     sizes = np.full(world, 5, dtype=np.int64)
     data = np.full(5 * world, rank, dtype=np.uint8)
     assert exchange.all_to_all(data, sizes, sizes).tolist() == np.repeat(np.arange(world), 5).tolist()
