@@ -198,7 +198,9 @@ def test_a_killed_server_leaves_the_batches_that_a_learner_maps(monkeypatch: pyt
             again.stop()
 
 
-def test_a_server_that_ends_before_its_answer_is_mapped_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_before_its_answer_is_mapped_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with filled() as table:
         servers = [table.serve(allow="all")]
         (server,) = servers
