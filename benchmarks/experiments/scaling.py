@@ -14,12 +14,13 @@ costs their processor time one after another.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,10 +37,12 @@ from benchmarks.showing import grid, size
 from gear_loader.distributed import rank_exchange as exchanges
 from gear_loader.distributed import records
 from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.distributed.node_routes import NodeRoutes
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.records import SUMMARY, UPDATE, Outbox, record_dtype
 from gear_loader.distributed.remote import PART_BYTES
 from gear_loader.distributed.slices import by_node, contiguous
+from gear_loader.distributed.state_parts import gather, part_of_rank
 from gear_loader.distributed.topology import MeshCoordinates
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.samplers import Draw
@@ -97,9 +100,12 @@ def rounds(algorithm: str, world: int, each: float, group: int = 8) -> list[Roun
         steps = math.ceil(math.log2(nodes))
         between = [(1, each * group * min(2**step, nodes - 2**step), False) for step in range(steps)]
         return [(group - 1, (group - 1) * each, True), *between, (1, world * each, True)]
-    assert algorithm == "hierarchical"
-    inside = (group - 1, (group - 1) * world * each, True)
-    return [inside, (nodes - 1, (nodes - 1) * group * group * each, False), inside]
+    assert (
+        algorithm == "hierarchical"
+    )  # as `NodeRoutes` does it, by sockets also within a node; first sizes of parts
+    inside = (group - 1, (group - 1) * world * each / group, False)
+    between = (2 * math.ceil(nodes / group) - 1, (world - group) * each, False)
+    return [(group - 1, (group - 1) * 16 * world, False), inside, between, inside]
 
 
 def seconds(network: Network, world: int, schedule: Sequence[Round]) -> float:
@@ -169,14 +175,15 @@ def message_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
 
 
 class Played(SingleProcess):
-    """The exchange of rank 0, with the other ranks made up: each has this rank's shard summary, and sends its rows.
+    """The exchange of a rank, with the other ranks made up: each has this rank's shard summary, and sends its rows.
 
-    took: seconds spent here. batch: rows a rank of the next exchanges.
+    took: seconds spent here. batch: rows a rank of the next exchanges. sent, received: bytes, to and from other ranks.
     """
 
-    def __init__(self, world: int, mass: float, leaves: Array) -> None:
-        self.rank, self.size = 0, world
+    def __init__(self, world: int, mass: float, leaves: Array, rank: int = 0) -> None:
+        self.rank, self.size, self.ranks = rank, world, range(world)
         self.took, self.batch = 0.0, 0
+        self.sent = self.received = 0
         self._record = record_dtype(0)
         self._first = 16 + -(-world // 8)
         self._summary: Array = np.zeros(1, dtype=SUMMARY)
@@ -187,15 +194,39 @@ class Played(SingleProcess):
         pool["time"] = np.cumsum(np.random.default_rng(3).exponential(size=len(pool))) / mass
         self._pool = pool
 
+    def share_array(self, values: Array) -> list[Array]:
+        self.sent += values.nbytes * (self.size - 1)
+        self.received += values.nbytes * (self.size - 1)
+        return [values] * self.size
+
+    def share(self, data: Mapping[str, Any]) -> list[Any]:
+        found = self.share_array(np.frombuffer(json.dumps(data).encode(), dtype=np.uint8))
+        answers = [json.loads(each.tobytes()) for each in found]
+        for rank, answer in enumerate(answers):
+            if "has" in answer:  # a part of a state: each has its own
+                answer["has"][0] = [rank]
+        return answers
+
+    def send(self, values: Array, counts: Array) -> tuple[Array, Array]:
+        """To rank 0 as much comes from each rank as it has itself; others get nothing, as their parts have all."""
+        self.sent += values.nbytes - int(counts[self.rank]) * values.itemsize
+        if self.rank or len(values) != counts[0]:
+            return values[:0], np.zeros(self.size, dtype=np.int64)
+        self.received += values.nbytes * (self.size - 1)
+        return np.tile(values, self.size), np.full(self.size, len(values))
+
     def all_to_all(self, data: Array, outs: Array, ins: Array, failure: BaseException | None = None) -> Array:
         began = time.thread_time()
         if failure is not None:
             raise failure
         updates = Outbox(list(range(self.size)), self.size).capacity(self.batch) * UPDATE.itemsize
         answer: Array = np.zeros(ins.sum(), dtype=np.uint8)
-        answer[: ins[0]] = data[: outs[0]]
+        mine = slice(*np.cumsum([ins[: self.rank].sum(), ins[self.rank]]))
+        answer[mine] = data[outs[: self.rank].sum() :][: outs[self.rank]]
         at = self._first + self._summary.nbytes
-        for end, count in zip(np.cumsum(ins)[1:].tolist(), ins[1:].tolist(), strict=True):
+        for rank, (end, count) in enumerate(zip(np.cumsum(ins).tolist(), ins.tolist(), strict=True)):
+            if rank == self.rank:
+                continue
             message = answer[end - count : end]
             message[self._first : at] = self._summary.view(np.uint8)
             rows = (count - at - updates) // self._record.itemsize
@@ -204,8 +235,11 @@ class Played(SingleProcess):
         return answer
 
 
-def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, batches: int = 5) -> float:
-    """Seconds of processor time of one of `world` ranks for a batch: median of a few, without the exchange itself."""
+@contextlib.contextmanager
+def played(
+    selector: str, world: int, *, trajectories: int, rank: int = 0
+) -> Iterator[tuple[GlobalSelection, Played]]:
+    """A selection of one of `world` ranks, and its exchange, in which the others are made up."""
     random = np.random.default_rng(11)
     priorities = random.permutation(trajectories).astype(np.float32) + 1
     schema = {"value": gear.Column(torch.float32)}
@@ -214,27 +248,70 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
     ) as table:
         lengths = np.ones(trajectories, np.int64)
         table.extend({"value": torch.zeros(trajectories, 1)}, lengths=lengths, priority=priorities)
-        table.set_origin(0)
+        table.set_origin(rank)
         chosen = SELECTORS[selector]
         leaves = np.sort(priorities.astype(np.float64) ** getattr(chosen, "alpha", 1.0))[::-1]
-        played = Played(world, float(leaves.sum()) if selector != "uniform" else trajectories, leaves)
-        places = [MeshCoordinates(rank, 0) for rank in range(world)]
+        mass = float(leaves.sum()) if selector != "uniform" else trajectories
+        exchange = Played(world, mass, leaves, rank)
+        places = [MeshCoordinates(each, 0) for each in range(world)]
         told: dict[str, Any] = {"num_shards": world, "num_slices": world, "num_stages": 1, "block_steps": {}}
-        told |= {"leads": list(range(world)), "places": places, "place": places[0], "own": {0: table}}
-        told |= {"nodes": np.arange(world) // 8}
-        shards: Any = types.SimpleNamespace(**told, lost=list, exchange=played, cache=None)
+        told |= {"leads": list(range(world)), "places": places, "place": places[rank], "own": {rank: table}}
+        told |= {"nodes": np.arange(world) // 8, "table": table}
+        shards: Any = types.SimpleNamespace(**told, lost=list, exchange=exchange, cache=None)
         context = SelectionContext(table, chosen, "last", None)
-        selection = GlobalSelection(context, shards, played, history=4, reach=None)
+        yield GlobalSelection(context, shards, exchange, history=4, reach=None), exchange
+
+
+def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, batches: int = 5) -> float:
+    """Seconds of processor time of one of `world` ranks for a batch: median of a few, without the exchange itself."""
+    with played(selector, world, trajectories=trajectories) as (selection, exchange):
         taken = []
         for number in range(batches + 2):
             if number == 0:
                 selection.known_summaries()
-                played.batch = batch
-            before, began = played.took, time.thread_time()
+                exchange.batch = batch
+            before, began = exchange.took, time.thread_time()
             draw = Draw(5, 0, number, 0, batch * world, number=number)
             selection.draw(draw, selection.new_ticket())
-            taken.append(time.thread_time() - began - (played.took - before))
+            taken.append(time.thread_time() - began - (exchange.took - before))
         return float(np.median(taken[2:]))
+
+
+def state(
+    world: int, batch: int, *, trajectories: int = _SHARD, batches: int = 2, rank: int = 1
+) -> dict[str, int]:
+    """Bytes of the state of one of `world` ranks that draws by priority, and of what it sends and gets.
+
+    "saved": of the tensors of its part; "full sent", "full received": with ``full=True``; "load sent", "load
+    received": when it loads its part.
+    """
+    with played("prioritized", world, trajectories=trajectories, rank=rank) as (selection, exchange):
+        selection.known_summaries()
+        exchange.batch = batch
+        for number in range(batches):
+            selection.draw(Draw(5, 0, number, 0, batch * world, number=number), selection.new_ticket())
+        found: dict[str, int] = {}
+
+        def counted(what: str, act: Callable[[], Any]) -> Any:
+            exchange.sent = exchange.received = 0
+            value = act()
+            found[f"{what} sent"], found[f"{what} received"] = exchange.sent, exchange.received
+            return value
+
+        part = counted("part", lambda: part_of_rank(exchange, selection.state_dict()))
+        found["saved"] = tensor_bytes(part)
+        whole = counted("full", lambda: gather(exchange, part_of_rank(exchange, selection.state_dict())))
+        found["full saved"] = tensor_bytes(whole)
+        counted("load", lambda: selection.load_state_dict(part))
+        return found
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    each = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(tensor_bytes, each))
 
 
 def rows_away(world: int, batch: int, group: int, *, local: bool) -> float:
@@ -355,18 +432,31 @@ def _resources(numbers: Sequence[int], batch: int, group: int) -> Table:
     away = {world: max(world - group, 0) for world in numbers}  # ranks, and shards, of other nodes
     # Each row falls to any shard; a rank asks each shard of another node that has any of its rows, once.
     hit = {world: 1 - (1 - 1 / world) ** batch for world in numbers}
+    routes = {world: NodeRoutes.of(0, [str(rank // group) for rank in range(world)]) for world in numbers}
+    messages = {world: world - 1 if each is None else each.most_messages for world, each in routes.items()}
+    sockets = {
+        world: world - 1 if each is None else each.most_messages - 2 * (group - 1)
+        for world, each in routes.items()
+    }
     of: dict[str, Callable[[int], str]] = {
-        "gloo sockets of a rank, Shards and one dataset": lambda world: f"{2 * (world - 1):,}",
-        "the same of a node": lambda world: f"{2 * group * (world - 1):,}",
+        "messages of a rank for a batch": lambda world: f"{messages[world]:,}",
+        "gloo sockets of a rank, Shards and one dataset": lambda world: f"{2 * sockets[world]:,}",
         "connections of a rank to servers": lambda world: f"{nodes[world] - 1:,}",
         "connections of a server": lambda world: f"{away[world]:,}",
         "requests to a server for one batch of every rank": lambda world: (
             f"{group * away[world] * hit[world]:,.0f}"
         ),
         "ids told for a pass in order of age, to each rank": lambda world: size(16 * _SHARD * world),
-        "state_dict by priority, on each rank": lambda world: size(20 * _SHARD * world),
+        "the whole state_dict by priority, on rank 0": lambda world: size(20 * _SHARD * world),
     }
     found = {name: [cell(world) for world in numbers] for name, cell in of.items()}
+    states = [state(world, batch) for world in numbers]
+    for name, kind in (
+        ("saved", "saved"),
+        ("sent to rank 0", "full sent"),
+        ("received to load", "load received"),
+    ):
+        found[f"a rank's part of the state_dict, {name}"] = [size(each[kind]) for each in states]
     for name, local in (("as they come", False), ("prefer_local", True)):
         found[f"rows of other nodes, {name}"] = [
             f"{rows_away(world, 256, group, local=local):.1%}" for world in numbers

@@ -242,8 +242,8 @@ class Origin:
     def end_epoch(self) -> None:
         """Wait until all ranks have collected their last batch, which may read rows of this rank's table."""
 
-    def save(self, priorities: dict[str, Any]) -> dict[str, Any]:
-        """The priorities of all ranks for a state, from those of this one."""
+    def save(self, priorities: dict[str, Any], *, full: bool) -> dict[str, Any]:
+        """The priorities for a state, from those of this rank; `full`: on rank 0 those of all ranks."""
         return priorities
 
     def own(self, priorities: Mapping[str, Any]) -> Mapping[str, Any]:

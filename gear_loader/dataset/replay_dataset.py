@@ -1246,7 +1246,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is not None:
             self._selection.forget_pending()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, full: bool = True) -> dict[str, Any]:
         """The position of iteration: integers and the options they belong to, JSON-serialisable.
 
         With a sampler that draws by priority, also ``"priorities"``: CPU tensors of all priorities, their running
@@ -1257,21 +1257,28 @@ class ReplayDataset(IterableDataset[Batch]):
         Prefetched but undelivered batches do not count. In a `DataLoader` worker, as used by torchdata's
         `StatefulDataLoader`, it is the worker's own state. The main process does not know which batches the workers of
         a plain `DataLoader` have delivered.
+
+        Over `Shards` all ranks call it at the same time; a rank's state has the priorities of its own shard. Each rank
+        loads its own again; on another number of ranks see `gear_loader.distributed.join_states`.
+
+        Args:
+            full: over `Shards`, whether the state of rank 0 has the priorities of all ranks instead, so that it is
+                enough to save that one, and to load it on all ranks. False: every rank saves its own.
         """
         state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
-        state |= self._selection_state()
+        state |= self._selection_state(full=full)
         if transforms := self._transforms.state_dict():
             state["transforms"] = transforms
         return state
 
-    def _selection_state(self) -> dict[str, Any]:
+    def _selection_state(self, *, full: bool = True) -> dict[str, Any]:
         """What a state has beside the position: of batches of so many steps, and of priorities."""
         state: dict[str, Any] = {}
         if self._budget is not None:
             state["budget"] = self._progress.state_dict() + self._sample_progress.state_dict()
         if get_worker_info() is None and self.sampler.by_priority:
             self._buffers.settle()
-            state["priorities"] = self._origin.save(self._by_priority("state_dict").state_dict())
+            state["priorities"] = self._origin.save(self._by_priority("state_dict").state_dict(), full=full)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1280,7 +1287,8 @@ class ReplayDataset(IterableDataset[Batch]):
         The batches are equal bit for bit if the table holds the same trajectories in the same order, on as many ranks.
         Draws by priorities of steps also depend on the steps' blocks: from a table that was loaded, other rows may be
         drawn, with the same probabilities.
-        Over all `Shards` a state goes on with other numbers of ranks, too; with `Steps` one that was taken after a
+        Over all `Shards`, where all ranks call it at the same time, a state goes on with other numbers of ranks, too;
+        with `Steps` one that was taken after a
         whole number of training steps, also with other `micro_batches`.
         `DataLoader` workers made afterwards resume there too, whatever their number.
 

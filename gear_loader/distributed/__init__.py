@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from gear_loader.distributed.placement import Placement
     from gear_loader.distributed.row_cache import CacheStats
     from gear_loader.distributed.shards import Shards
+    from gear_loader.distributed.state_parts import join_states
 
-__all__ = ["CacheStats", "Placement", "Shards", "load", "save"]
+__all__ = ["CacheStats", "Placement", "Shards", "join_states", "load", "save"]
 
 _MODULES = {
     "CacheStats": "row_cache",
     "Placement": "placement",
     "Shards": "shards",
+    "join_states": "state_parts",
     "load": "checkpoint",
     "save": "checkpoint",
 }

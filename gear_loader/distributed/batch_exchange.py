@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from gear_loader.distributed.failures import attempt
+from gear_loader.distributed.node_routes import cut
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.rank_samplers import Samplers
 from gear_loader.distributed.records import SUMMARY, UPDATE, as_bytes, message_bytes
@@ -161,14 +162,14 @@ class BatchExchange:
     def _received(self, data: Array, sizes: Array, wanted: Array) -> Array:
         """Take over the summaries and updates of all ranks' messages; return the records."""
         num_shards, starts, unit = self.shards.num_shards, np.cumsum(sizes) - sizes, self.dtype.itemsize
-        numbers = _cut(data, starts, np.full_like(sizes, 16)).view(np.int64).reshape(-1, 2)
+        numbers = cut(data, starts, np.full_like(sizes, 16)).view(np.int64).reshape(-1, 2)
         bits, at = -(-num_shards // 8), starts + 16
-        unreachable = _cut(data, at, np.full_like(sizes, bits)).reshape(len(sizes), bits)
+        unreachable = cut(data, at, np.full_like(sizes, bits)).reshape(len(sizes), bits)
         at = at + bits
         told = self._num_owned * SUMMARY.itemsize
-        summaries, at = _cut(data, at, told).view(SUMMARY), at + told
-        records, at = _cut(data, at, wanted * unit).view(self.dtype), at + wanted * unit
-        updates = _cut(data, at, numbers[:, 1] * UPDATE.itemsize).view(UPDATE)
+        summaries, at = cut(data, at, told).view(SUMMARY), at + told
+        records, at = cut(data, at, wanted * unit).view(self.dtype), at + wanted * unit
+        updates = cut(data, at, numbers[:, 1] * UPDATE.itemsize).view(UPDATE)
         self.summaries = summaries[self._order]
         whole: Array = np.bitwise_or.reduce(unreachable, axis=0)
         self.unreachable = np.unpackbits(whole)[:num_shards].astype(bool)
@@ -286,13 +287,6 @@ class BatchExchange:
 def _put(data: Array, starts: Array, parts: Array, sizes: Array) -> None:
     """Write parts that lie one after another, of so many bytes each, to these places."""
     copy_ranges(data, starts, parts, np.cumsum(sizes) - sizes, sizes)
-
-
-def _cut(data: Array, starts: Array, sizes: Array) -> Array:
-    """The parts of so many bytes at these places, one after another."""
-    parts: Array = np.empty(sizes.sum(), dtype=np.uint8)
-    copy_ranges(parts, np.cumsum(sizes) - sizes, data, starts, sizes)
-    return parts
 
 
 def _padded(records: Array, size: int) -> Array:

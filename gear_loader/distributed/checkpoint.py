@@ -13,7 +13,7 @@ from gear_loader.distributed import checkpoint_loading, checkpoint_saving
 from gear_loader.distributed.checkpoint_ranks import CheckpointRanks
 from gear_loader.distributed.rank_exchange import Exchange, SingleProcess
 from gear_loader.distributed.shard_tables import ShardTables
-from gear_loader.distributed.topology import MeshCoordinates, places_of
+from gear_loader.distributed.topology import MeshCoordinates, places_of, this_node
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
@@ -95,7 +95,7 @@ def load(
         alone = CheckpointRanks(SingleProcess(), [MeshCoordinates(0, 0)])
         return checkpoint_loading.load(path, options, alone)
     ranks, places = places_of(mesh)
-    exchange = Exchange(ranks, timeout=timeout)
+    exchange = Exchange(ranks, timeout=timeout, node=this_node())
     try:
         return checkpoint_loading.load(path, options, CheckpointRanks(exchange, places))
     finally:

@@ -29,6 +29,7 @@ from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shard_source import ReadTickets, ShardRows
 from gear_loader.distributed.shard_tables import ShardTables
 from gear_loader.distributed.stage_rows import StageRows
+from gear_loader.distributed.state_parts import load_parts
 from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.errors import PriorityError, SchemaError, TableEmptyError
 from gear_loader.selection.base import Selection, SelectionContext
@@ -279,10 +280,9 @@ class GlobalSelection(Selection):
         for shard, places in list(slots.items()):
             lengths = self.shards.own[shard]._engine.reader().index_arrays()[0][places, 0]
             slots[shard] = np.where((places >= 0) & (steps < lengths), places, -1)
-        present = np.stack(self._batches.share_arrays(list(slots.values()))) >= 0
-        if not present.any(axis=0).all():
+        shards = self._owners(draw.count, [np.flatnonzero(places >= 0) for places in slots.values()])
+        if (shards < 0).any():
             return None
-        shards = present.argmax(axis=0)
         own = {}
         for shard, shard_sampler in self.samplers.own.items():
             rows = np.flatnonzero(shards == shard)
@@ -297,6 +297,17 @@ class GlobalSelection(Selection):
             return restored, None
         weights = batch.weights[self._batches.own_rows]
         return restored, lambda _: weights
+
+    def _owners(self, count: int, own: list[Array]) -> Array:
+        """The shard that has each row of a batch, int64 [count]; -1 for none.
+
+        Args:
+            own: numbers of the rows that each of this rank's shards has, int64 [m] each.
+        """
+        owners: Array = np.full(count, -1, dtype=np.int64)
+        for shard, rows in reversed(list(enumerate(self._batches.share_arrays(own)))):
+            owners[rows] = shard
+        return owners
 
     # ---------------------------------------------------------------- migration
 
@@ -340,29 +351,32 @@ class GlobalSelection(Selection):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the priorities of all shards by trajectory id, counters, the rows of the last batches, and priority
-        updates on their way; the same on every rank."""
+        """Return this rank's part of the state: the priorities of its shards by trajectory id, counters, its rows of
+        the last batches, and priority updates on their way."""
         self.exchange.doing = "calls state_dict"
         self._begin()
         self._updates.flush()
-        saved = shards_state.save_samplers(self.samplers.own, self._updates.received, self._updates.draws)
         # Where every rank has all rows, the first one saves them.
         saves = self.shards.place.stage == 0 and (self._deal is None or self.exchange.rank == 0)
         recent = self._history.drawn() if saves else []
-        if self.exchange.rank == 0:
-            pending = self._history.pending.items()
-            recent += [
-                (batch, (len(rows.names), np.arange(len(rows.names)), rows)) for batch, rows in pending
-            ]
-        return shards_state.join_states(self.exchange, saved, recent)
+        for batch, rows in self._history.pending.items():  # all ranks have them: each saves some
+            mine = np.arange(self.exchange.rank, len(rows.names), self.exchange.size)
+            recent.append((batch, (len(rows.names), mine, rows.take(mine))))
+        router = self._updates
+        return shards_state.save_samplers(self.samplers.own, router.received, router.draws, recent)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a state for the trajectories that are still present, in any shard.
+        """Load a state for the trajectories that are still present, in any shard; see `load_parts`.
 
         Raises:
-            SchemaError: another kind of state; nothing was changed.
+            SchemaError: another kind of state; nothing was changed. RankError: another rank cannot load its own.
         """
-        restored = shards_state.parse_shards_state(saved, self.context.sampler)
+        self.exchange.doing = "calls load_state_dict"
+        self._begin()
+        sampler = self.context.sampler
+        restored = load_parts(
+            self.exchange, sampler, lambda: shards_state.parse_shards_state(saved, sampler), self._own_ids
+        )
         received = []
         for shard, shard_sampler in self.samplers.own.items():
             shard_sampler.load(restored.part_of(shard_sampler))
@@ -370,6 +384,13 @@ class GlobalSelection(Selection):
         self._updates.reset(received)
         self._history.restore(restored.recent)
         self._batches.summaries = None
+
+    def _own_ids(self) -> Array:
+        """Ids of the trajectories of this rank's shards, int64 [n]."""
+        none: Array = np.empty(0, dtype=np.int64)
+        return np.concatenate(
+            [none, *(one.table.ids(one.known().slots) for one in self.samplers.own.values())]
+        )
 
     def forget_before(self, epoch: int, step: int) -> None:
         """Forget the rows of draws before this one, to which no state goes back."""

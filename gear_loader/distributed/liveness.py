@@ -228,6 +228,20 @@ class Liveness:
         found: str | None = self.ask(read)
         return found
 
+    def read_all(self, keys: Sequence[str]) -> list[str]:
+        """Return the store's values under keys that are there.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+
+        def read() -> list[str]:
+            many = self.store.multi_get(keys) if self.store.has_extended_api() else map(self.store.get, keys)
+            return [value.decode() for value in many]
+
+        found: list[str] = self.ask(read)
+        return found
+
     def write(self, key: str, value: str) -> None:
         """Write a value under a key of the store.
 

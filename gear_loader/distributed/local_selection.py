@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.rank_exchange import SingleProcess
-from gear_loader.distributed.shards_state import share_state
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.prioritized import PrioritizedSelection
@@ -59,24 +58,21 @@ def begin_epoch(
     return view, max(float(answer["batches"]) for answer in answers)
 
 
-def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of all ranks' selections, the same on every rank; `state`: that of this rank's, with its share."""
-    exchange.doing = "calls state_dict"
-    return {"ranks": share_state(exchange, state)}
-
-
 def own_state(exchange: SingleProcess, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return this rank's state out of the result of `gather_states`.
+    """Return this rank's state out of the whole one, or out of some ranks' parts of it.
 
     Raises:
-        SchemaError: the state was saved by another number of ranks.
+        SchemaError: the state was saved by another number of ranks, or has no part of this one.
     """
     ranks = state.get("ranks")
-    if not isinstance(ranks, list) or len(ranks) != exchange.size:
-        count = len(ranks) if isinstance(ranks, list) else "no"
+    count = len(ranks) if isinstance(ranks, list) else 0
+    numbers = state.get("parts", list(range(count)))
+    if not isinstance(ranks, list) or state.get("of", count) != exchange.size or exchange.rank not in numbers:
+        found = f"of ranks {numbers} of {state['of']}" if "parts" in state else f"of {count or 'no'} ranks"
         raise SchemaError(
-            f"The state holds the priorities of {count} ranks that drew each from its own shard; expected "
-            f"{exchange.size}. Resume on as many ranks, or train with scope='global', whose states fit any number."
+            f"The state holds the priorities {found} that drew each from its own shard; expected those of rank "
+            f"{exchange.rank} of {exchange.size}. Resume on as many ranks, or train with scope='global', whose states "
+            "fit any number."
         )
-    part: Mapping[str, Any] = ranks[exchange.rank]
+    part: Mapping[str, Any] = ranks[numbers.index(exchange.rank)]
     return part

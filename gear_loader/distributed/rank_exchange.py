@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import struct
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from gear_loader.distributed.failure_search import FailureSearch
-from gear_loader.distributed.liveness import BEAT, Liveness, back_off
+from gear_loader.distributed.liveness import BEAT, Liveness, back_off, default_store
+from gear_loader.distributed.node_routes import AllToAll, NodeRoutes
 from gear_loader.distributed.rendezvous import GlooGroup, StoreBarrier
 from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
@@ -31,6 +33,7 @@ _OK, _FAILED = 0, 1
 _SLICE = 0.5  # seconds between two checks of the other ranks while a collective runs
 _BATCH, _CALL = "batch", "call"  # kinds of calls: collectives, and the barriers in the store before rare ones
 _MADE: dict[tuple[int, ...], int] = {}  # number of exchanges that these ranks have made
+_PART = "its part of a batch"
 _logger = logging.getLogger("gear_loader")
 
 
@@ -66,6 +69,20 @@ class SingleProcess:
         if failure is not None:
             raise failure
         return data
+
+    def send(self, values: Array, counts: Array) -> tuple[Array, Array]:
+        """Send each rank its values, of which the others do not know the number (all-to-all, of numbers first).
+
+        Args:
+            values: [n], those for one rank after another; of the same dtype on all ranks. counts: int64 [W].
+
+        Returns:
+            The values received, those of one rank after another, and how many came from each, int64 [W].
+        """
+        eight: Array = np.full(self.size, 8, dtype=np.int64)
+        received = self.all_to_all(counts.view(np.uint8), eight, eight).view(np.int64)
+        data, unit = np.ascontiguousarray(values).reshape(-1).view(np.uint8), values.dtype.itemsize
+        return self.all_to_all(data, counts * unit, received * unit).view(values.dtype), received
 
     def share(self, data: Mapping[str, Any]) -> list[Any]:
         """Share a JSON value with all ranks; return the values of all ranks, in their order (all-gather)."""
@@ -115,9 +132,11 @@ class Exchange(SingleProcess):
     Args:
         ranks: numbers of the ranks in the default process group; the same list on all of them.
         timeout: deadline of each call, and of the construction, in seconds.
+        node: name of this rank's node; None if it counts as one of its own.
 
     Attributes:
         ranks, timeout: as given.
+        routes: by way of the ranks of a node; None if each rank sends to each.
         position: number of calls that this rank has begun, the kind of the last one, and what the rank does.
         key: of this exchange's keys in the store, and of its position in heartbeats.
         liveness: of the ranks' processes; None without a store.
@@ -126,7 +145,7 @@ class Exchange(SingleProcess):
         RankError: a rank did not join before the deadline, or died; the message names it.
     """
 
-    def __init__(self, ranks: Sequence[int], *, timeout: float) -> None:
+    def __init__(self, ranks: Sequence[int], *, timeout: float, node: str | None = None) -> None:
         self.ranks = list(ranks)
         self.timeout = timeout
         self.size = len(self.ranks)
@@ -141,16 +160,33 @@ class Exchange(SingleProcess):
         began = time.monotonic()
         self.liveness = self.announce()
         self._barrier: StoreBarrier | None = None
+        search = FailureSearch(self, "did not join the others", began)
         if self.liveness is not None:
             self._barrier = StoreBarrier(self.liveness, self.key, self.rank, self.ranks)
+            with search.blaming():
+                self.put("node/" + str(self.rank), node or f"rank {self.rank}")
             # Before the group is made: the store can name missing ranks, and gloo cannot.
             self._barrier.wait("joined", FailureSearch(self, "did not join the others", began), named=True)
             with contextlib.suppress(RuntimeError):
                 self.liveness.learn()
-        search = FailureSearch(self, "did not join the others", began)
-        self._gloo = GlooGroup(self.ranks, self.timeout, search)
-        self._finalizer = weakref.finalize(self, _end, self._gloo, self.liveness, self.key)
+        self.routes = self._routes(search)
+        self._groups: list[GlooGroup] = []
+        self._finalizer = weakref.finalize(self, _end, self._groups, self.liveness, self.key)
+        if self.routes is None:
+            self._groups.append(GlooGroup(self.ranks, self.timeout, search))
+        else:
+            store = dist.distributed_c10d.PrefixStore(self.key, default_store())
+            for group in (self.routes.near, self.routes.far):
+                self._groups.append(GlooGroup(group.tolist(), self.timeout, search, own=(store, self.rank)))
         self._finalizer.atexit = False
+
+    def _routes(self, search: FailureSearch) -> NodeRoutes | None:
+        """The routes by nodes, by what all ranks have told the store; None without a store, or if they save little."""
+        if self.liveness is None:
+            return None
+        keys = [f"{self.key}/node/{rank}" for rank in range(self.size)]
+        with search.blaming():
+            return NodeRoutes.of(self.rank, self.liveness.read_all(keys))
 
     @staticmethod
     def announce() -> Liveness | None:
@@ -179,23 +215,46 @@ class Exchange(SingleProcess):
         head = np.frombuffer(bytearray(_head(self._number, failure)), dtype=np.uint8)
         self._number += 1
         heads = np.full(self.size, _HEAD.size, dtype=np.int64)
-        sent = torch.empty(int((heads + outs).sum()), dtype=torch.uint8, device="cpu")
-        received = torch.empty(int((heads + ins).sum()), dtype=torch.uint8, device="cpu")
+        sent: Array = np.empty((heads + outs).sum(), dtype=np.uint8)
         starts, places = np.cumsum(outs) - outs, np.cumsum(heads + outs) - outs  # of the parts
-        copy_ranges(sent.numpy(), places - _HEAD.size, head, np.zeros_like(heads), heads)
-        copy_ranges(sent.numpy(), places, data, starts, outs)
-        sizes = (heads + ins).tolist(), (heads + outs).tolist()
-        self._call(
-            "its part of a batch",
-            lambda group: dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True),
-        )
+        copy_ranges(sent, places - _HEAD.size, head, np.zeros_like(heads), heads)
+        copy_ranges(sent, places, data, starts, outs)
+        self._enter(_BATCH)
+        if self.routes is None:
+            received = self._in_group(0, _PART, sent, heads + outs, heads + ins)
+        else:
+            received = self.routes.exchange(sent, heads + outs, heads + ins, *self._near_and_far(_PART))
         if failure is not None:
             raise failure
         places = np.cumsum(heads + ins) - ins
-        self._check(received.numpy(), places - _HEAD.size)
+        self._check(received, places - _HEAD.size)
         answer: Array = np.empty(ins.sum(), dtype=np.uint8)
-        copy_ranges(answer, np.cumsum(ins) - ins, received.numpy(), places, ins)
+        copy_ranges(answer, np.cumsum(ins) - ins, received, places, ins)
         return answer
+
+    def _near_and_far(self, what: str) -> tuple[AllToAll, AllToAll]:
+        near, far = (functools.partial(self._in_group, number, what) for number in (0, 1))
+        return near, far
+
+    def _in_group(self, number: int, what: str, data: Array, outs: Array, ins: Array) -> Array:
+        """`all_to_all` in one of this rank's groups, without heads, as a part of a call.
+
+        Args:
+            what: object that a rank sends with it, for errors.
+        """
+        if len(outs) == 1:
+            return data
+        received: Array = np.empty(ins.sum(), dtype=np.uint8)
+        tensors = torch.from_numpy(received), torch.from_numpy(data)
+        sizes = ins.tolist(), outs.tolist()
+
+        def start(group: Any) -> Any:
+            if self.routes is not None:  # torch does not know these groups
+                return group.alltoall_base(*tensors, *sizes)
+            return dist.all_to_all_single(*tensors, *sizes, group=group, async_op=True)
+
+        self._call(what, start, self._groups[number])
+        return received
 
     def _check(self, data: Array, places: Array) -> None:
         """Raise the error of a rank that has failed, or is at another exchange; `places`: of the ranks' headers."""
@@ -222,6 +281,10 @@ class Exchange(SingleProcess):
     def share_array(self, values: Array) -> list[Array]:
         self._wait_for_all("what it has")
         own = np.ascontiguousarray(values)
+        if self.routes is not None:
+            self._enter(_BATCH)
+            parts = self.routes.gather(own.reshape(-1).view(np.uint8), *self._near_and_far("what it has"))
+            return [part.view(own.dtype) for part in parts]
         count = torch.tensor([own.nbytes], device="cpu")
         counts = [torch.zeros_like(count) for _ in self.ranks]
         self._call(
@@ -230,9 +293,11 @@ class Exchange(SingleProcess):
         most = max(int(c) for c in counts)
         padded = torch.zeros(max(most, 1), dtype=torch.uint8, device="cpu")
         padded.numpy()[: own.nbytes] = own.reshape(-1).view(np.uint8)
-        parts = [torch.empty_like(padded) for _ in self.ranks]
-        self._call("what it has", lambda group: dist.all_gather(parts, padded, group=group, async_op=True))
-        return [part.numpy()[: int(count)].view(own.dtype) for part, count in zip(parts, counts, strict=True)]
+        tensors = [torch.empty_like(padded) for _ in self.ranks]
+        self._call("what it has", lambda group: dist.all_gather(tensors, padded, group=group, async_op=True))
+        return [
+            part.numpy()[: int(count)].view(own.dtype) for part, count in zip(tensors, counts, strict=True)
+        ]
 
     def barrier(self) -> None:
         if self.liveness is None:
@@ -281,18 +346,20 @@ class Exchange(SingleProcess):
 
     # ---------------------------------------------------------------- failures
 
-    def _call(self, what: str, start: Callable[[Any], Any]) -> None:
+    def _call(self, what: str, start: Callable[[Any], Any], gloo: GlooGroup | None = None) -> None:
         """Run a collective, until the deadline or until a rank is known to be missing.
 
         Args:
             what: object that a rank sends with it, for errors.
             start: starts the collective in a group, and returns torch's `Work`.
+            gloo: a group, for a part of a call that has begun; by default that of all ranks, for a call.
         """
         search = FailureSearch(self, f"did not send {what}")
         self._calling = True  # before `_enter`: then `close` leaves the group to this call
         try:
-            self._enter(_BATCH)
-            self._gloo.work = work = start(self._gloo.group)
+            self._enter(_BATCH, begins=gloo is None)
+            gloo = gloo or self._groups[0]
+            gloo.work = work = start(gloo.group)
             while not _done(work):
                 search.check()
         except RankError:
@@ -304,10 +371,12 @@ class Exchange(SingleProcess):
             if self._closed:
                 self._finalizer()
 
-    def _enter(self, kind: str) -> None:
-        """Begin a call: count it, so that this rank's heartbeats carry its position."""
+    def _enter(self, kind: str, *, begins: bool = True) -> None:
+        """Begin a call: count it, so that this rank's heartbeats carry its position. Or go on with one."""
         if self._broken is not None:
             raise self._broken
+        if not begins:
+            return
         self.position = (self.position[0] + 1, kind, self.doing)
         if self.liveness is not None:
             self.liveness.positions[self.key] = self.position
@@ -375,11 +444,12 @@ class Exchange(SingleProcess):
             self._finalizer()
 
 
-def _end(gloo: GlooGroup, liveness: Liveness | None, key: str) -> None:
-    """Close an exchange's group, and tell the other ranks with the next heartbeat."""
+def _end(groups: Sequence[GlooGroup], liveness: Liveness | None, key: str) -> None:
+    """Close an exchange's groups, and tell the other ranks with the next heartbeat."""
     if liveness is not None:
         liveness.mark_closed(key)
-    gloo.close()
+    for group in groups:
+        group.close()
 
 
 def _head(number: int, failure: BaseException | None) -> bytes:

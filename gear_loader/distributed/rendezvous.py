@@ -122,6 +122,8 @@ class GlooGroup:
         ranks: numbers of the ranks in the default process group.
         timeout: seconds that a call of the exchange waits.
         search: finds the rank that is missing.
+        own: a store for this group alone, and this rank; torch then knows no such group, and need not have made as many
+            groups on all ranks. None: a group of torch.
 
     Attributes:
         group: torch's process group; None when it is closed.
@@ -132,22 +134,29 @@ class GlooGroup:
         RankError: a rank has failed, or is missing at the deadline.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: float, search: FailureSearch) -> None:
+    def __init__(
+        self, ranks: Sequence[int], timeout: float, search: FailureSearch, own: tuple[Any, int] | None = None
+    ) -> None:
         _close_stuck()
         self.work: Any = None
-        self._process = os.getpid()
+        self._process, self._listed = os.getpid(), own is None
         made: list[Any] = []
+        later = datetime.timedelta(seconds=timeout + _LATER)
+
+        def new() -> Any:
+            if own is None:
+                local = len(ranks) < dist.get_world_size()
+                return dist.new_group(
+                    list(ranks), backend="gloo", timeout=later, use_local_synchronization=local
+                )
+            if len(ranks) == 1:
+                return ()
+            store = dist.distributed_c10d.PrefixStore("/".join(map(str, ranks)), own[0])
+            return dist.ProcessGroupGloo(store, ranks.index(own[1]), len(ranks), later)
 
         def make() -> None:
             try:
-                made.append(
-                    dist.new_group(
-                        list(ranks),
-                        backend="gloo",
-                        timeout=datetime.timedelta(seconds=timeout + _LATER),
-                        use_local_synchronization=len(ranks) < dist.get_world_size(),
-                    )
-                )
+                made.append(new())
             except Exception as error:
                 made.append(error)
 
@@ -179,7 +188,7 @@ class GlooGroup:
         if self.work is not None and not self.work.is_completed():
             return False
         group, self.group = self.group, None
-        if group is not None and dist.is_initialized():
+        if self._listed and group is not None and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
         del group  # waits for gloo's thread, which may still refer to the tensors of `work`

@@ -18,10 +18,11 @@ from gear_loader.dataset.origin import Origin
 from gear_loader.distributed.budget_planner import ShardBudgetPlanner
 from gear_loader.distributed.dealing import RowDealer, deal_all
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.local_selection import begin_epoch, gather_states, own_state
+from gear_loader.distributed.local_selection import begin_epoch, own_state
 from gear_loader.distributed.rank_exchange import SingleProcess
 from gear_loader.distributed.shard_source import ShardSource
 from gear_loader.distributed.shard_tables import ShardTables
+from gear_loader.distributed.state_parts import gather, part_of_rank
 from gear_loader.distributed.update_routing import checked_shards
 from gear_loader.errors import GearError, RankError, SchemaError, StaleIndexError
 from gear_loader.selection.base import Selection, SelectionContext, ShardShare
@@ -224,8 +225,10 @@ class ShardOrigin(Origin):
         except RankError as error:  # all batches of this rank are complete
             _logger.warning("The epoch has ended here, but not on all ranks: %s", error)
 
-    def save(self, priorities: dict[str, Any]) -> dict[str, Any]:
-        return priorities if self.is_global else gather_states(self._exchange, priorities)
+    def save(self, priorities: dict[str, Any], *, full: bool) -> dict[str, Any]:
+        self._exchange.doing = "calls state_dict"
+        part = part_of_rank(self._exchange, priorities if self.is_global else {"ranks": [priorities]})
+        return gather(self._exchange, part) if full or self._exchange.size == 1 else part
 
     def own(self, priorities: Mapping[str, Any]) -> Mapping[str, Any]:
         return priorities if self.is_global else own_state(self._exchange, priorities)

@@ -154,6 +154,7 @@ class ShardTables:
         if len(tables) != 1:
             raise SchemaError(f"{len(tables)} tables were given; expected one on each rank.")
         self._ranks, self.places = places_of(mesh)
+        self._node = this_node() if node is None else node
         self.exchange = self.new_exchange()
         self.table = tables[0]
         rank = self.exchange.rank
@@ -161,7 +162,7 @@ class ShardTables:
         self.num_slices = 1 + max(place.data for place in self.places)
         self.num_stages = 1 + max(place.stage for place in self.places)
         self.num_shards = self.num_slices
-        answers = run_on_all("join", lambda: self._introduce(node), self.exchange.share, self._ranks)
+        answers = run_on_all("join", self._introduce, self.exchange.share, self._ranks)
         self.members = [Member.from_json(answer["member"]) for answer in answers]
         check_members(self.members)
         self.exchange.compare("Shards", self._options())
@@ -178,7 +179,7 @@ class ShardTables:
         self.block_steps = {shard: each.block_steps for shard, each in enumerate(stage)}
         self._connect(stage)
 
-    def _introduce(self, node: str | None) -> dict[str, Any]:
+    def _introduce(self) -> dict[str, Any]:
         """Return this rank's description, and on rank 0 the secret, for the other ranks."""
         assert self._ranks is not None
         rank = self.exchange.rank
@@ -203,7 +204,7 @@ class ShardTables:
             rank,
             self._ranks[rank],
             self.place,
-            this_node() if node is None else node,
+            self._node,
             this_machine(),
             self.table.name,
             self.table.origin,
@@ -295,7 +296,9 @@ class ShardTables:
 
     def new_exchange(self) -> SingleProcess:
         """Make a collective channel for a dataset; all ranks call it at the same time."""
-        return SingleProcess() if self._ranks is None else Exchange(self._ranks, timeout=self.timeout)
+        if self._ranks is None:
+            return SingleProcess()
+        return Exchange(self._ranks, timeout=self.timeout, node=self._node)
 
     def source(self, shard: int) -> Table | RemoteShard:
         """Return the source of a shard's rows, with the columns of this rank's stage: a table of this node is read in

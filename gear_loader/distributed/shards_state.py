@@ -25,28 +25,45 @@ _PARTS = ("ids", "lengths", "leaves")
 _UPDATES = ("ids", "steps", "priorities", "delays")
 _PLACED = ("ids", "shards", "counts", "blocks")
 """If an item is a step, of trajectories in tables with a disk tier: ids, shards, and their blocks of leaves."""
-_ALL_PARTS = (*_PARTS, *(f"update_{name}" for name in _UPDATES), *(f"placed_{name}" for name in _PLACED))
+LISTS = (*_PARTS, *(f"update_{name}" for name in _UPDATES), *(f"placed_{name}" for name in _PLACED))
+"""What a state has of each trajectory, update or block: a tensor for each name."""
+_DTYPES = {"leaves": np.float32, "update_priorities": np.float32, "placed_blocks": np.int32}
 
 
 def share_state(exchange: SingleProcess, value: Any) -> list[Any]:
     """Share dicts and lists of numbers, texts and tensors with all ranks; the values of all ranks, in their order."""
+    return [from_bytes(part) for part in exchange.share_array(to_bytes(value))]
+
+
+def to_bytes(value: Any) -> Array:
+    """Dicts and lists of numbers, texts and tensors, as uint8 [n]."""
     file = io.BytesIO()
     torch.save(value, file)
-    parts = exchange.share_array(np.frombuffer(file.getvalue(), dtype=np.uint8))
-    return [torch.load(io.BytesIO(part.tobytes()), weights_only=True) for part in parts]
+    return np.frombuffer(file.getbuffer(), dtype=np.uint8)
+
+
+def from_bytes(data: Array) -> Any:
+    """What `to_bytes` was given."""
+    return torch.load(io.BytesIO(data.data), weights_only=True)
 
 
 # ---------------------------------------------------------------- saving
 
 
-def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws: int) -> dict[str, Any]:
+def save_samplers(
+    samplers: Mapping[int, Any],
+    received: Sequence[Array],
+    draws: int,
+    recent: Sequence[tuple[BatchKey, tuple[int, Array, BatchRows]]],
+) -> dict[str, Any]:
     """The state of this rank's shards.
 
     Args:
         samplers: shard -> shard sampler.
         received: updates that do not count yet, `UPDATE` [n] each.
+        recent: the last batches: rows of all ranks, and the numbers and names of this rank's rows.
     """
-    parts: dict[str, list[Array]] = {name: [] for name in _ALL_PARTS}
+    parts: dict[str, list[Array]] = {name: [np.empty(0, dtype=_DTYPES.get(name, np.int64))] for name in LISTS}
     maximum, stale = 1.0, 0
     for shard, shard_sampler in samplers.items():
         saved = shard_sampler.state_with_ids()
@@ -74,42 +91,28 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
             strict=True,
         ):
             parts[f"update_{name}"].append(values)
-    tensors = {name: torch.from_numpy(np.concatenate(values)) for name, values in parts.items() if values}
-    return {"parts": tensors, "maximum": maximum, "num_stale": stale}
-
-
-def join_states(
-    exchange: SingleProcess,
-    saved: dict[str, Any],
-    recent: Sequence[tuple[BatchKey, tuple[int, Array, BatchRows]]],
-) -> dict[str, Any]:
-    """The state of all ranks' shards, the same on every rank.
-
-    Args:
-        saved: this rank's state, from `save_samplers`.
-        recent: the last batches: rows of all ranks, and the numbers and names of this rank's rows.
-    """
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(np.concatenate(values)) for name, values in parts.items()
+    }
     mine = [
-        (count, {**rows.to_state(batch, "ids"), "rows": torch.from_numpy(own)})
+        {**rows.to_state(batch, "ids"), "rows": torch.from_numpy(own), "count": count}
         for batch, (count, own, rows) in recent
     ]
-    ranks = share_state(exchange, {**saved, "recent": mine})
-    slices: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
-    for rank in ranks:
-        for count, rows in rank["recent"]:
-            slices.setdefault((rows["epoch"], rows["step"], count), []).append(rows)
-    return {
-        **{n: torch.cat([rank["parts"][n] for rank in ranks if n in rank["parts"]]) for n in _ALL_PARTS},
-        "maximum": max(rank["maximum"] for rank in ranks),
-        "num_stale": sum(rank["num_stale"] for rank in ranks),
-        "recent": [_joined(parts, count) for (_, _, count), parts in slices.items()],
-    }
+    return {**tensors, "maximum": maximum, "num_stale": stale, "recent": mine}
+
+
+def join_batches(slices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Whole batches from the slices of ranks, as `save_samplers` has them."""
+    batches: dict[tuple[int, int, int], list[Any]] = {}
+    for rows in slices:
+        batches.setdefault((rows["epoch"], rows["step"], rows["count"]), []).append(rows)
+    return [_joined(parts, count) for (_, _, count), parts in batches.items()]
 
 
 def _joined(parts: list[dict[str, Any]], count: int) -> dict[str, Any]:
     """A batch of `count` rows from its slices."""
     weighs = parts[0]["weights"] is not None
-    whole = {name: value for name, value in parts[0].items() if name != "rows"}
+    whole = {name: value for name, value in parts[0].items() if name not in ("rows", "count")}
     for name in ("ids", "steps", "weights") if weighs else ("ids", "steps"):
         whole[name] = torch.zeros(count, dtype=parts[0][name].dtype, device="cpu")
         for part in parts:
@@ -129,11 +132,17 @@ class ShardsState(PriorityState):
         updates: ids, steps, priorities and delays (draws until they count) of updates on their way.
         placed: ids, shards and number of blocks of the trajectories that have blocks of leaves of their own, int64 [m],
             and the blocks, int32, concatenated.
+        parts, of, checksum: as `part_of_rank` says; parts is None for a whole state, all three for an older one.
+        slices: of the last batches, as `save_samplers` has them; a whole state has all rows.
     """
 
     steps: bool = False
     updates: tuple[Array, ...] = ()
     placed: tuple[Array, ...] = ()
+    parts: tuple[int, ...] | None = None
+    of: int | None = None
+    checksum: int | None = None
+    slices: tuple[Mapping[str, Any], ...] = ()
 
     def part_of(self, shard_sampler: Any) -> PriorityState:
         """The state of a shard sampler's trajectories, by the sequence numbers of its table, ascending."""
@@ -180,7 +189,7 @@ class ShardsState(PriorityState):
 
 
 def parse_shards_state(state: Mapping[str, Any], sampler: Sampler) -> ShardsState:
-    """Check the result of `join_states` for a selection with this sampler.
+    """Check a state of `save_samplers`, of one rank or joined, for a selection with this sampler.
 
     Raises:
         SchemaError: another kind of state, or a state for another sampler.
@@ -193,6 +202,16 @@ def parse_shards_state(state: Mapping[str, Any], sampler: Sampler) -> ShardsStat
             for name, empty in zip(_PLACED, _NOTHING_PLACED, strict=True)
         )
         fits = _valid_updates(updates) and _valid_placed(placed)
+        parts = None if state.get("parts") is None else tuple(int(each) for each in state["parts"])
+        of, checksum = (int(state["of"]), int(state["checksum"])) if "of" in state or parts else (None, None)
+        slices = tuple(
+            rows
+            if parts is not None
+            else {**rows, "rows": torch.arange(len(rows["ids"])), "count": len(rows["ids"])}
+            for rows in state["recent"]
+        )
+        fits = fits and all(_valid_slice(rows) for rows in slices)
+        fits = fits and (of is None or parts is None or {*parts} <= {*range(of)})
     except (KeyError, TypeError, ValueError):
         fits = False
     if not fits:
@@ -205,7 +224,23 @@ def parse_shards_state(state: Mapping[str, Any], sampler: Sampler) -> ShardsStat
     fields = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
     fields |= {"names": common.names[order], "lengths": common.lengths[order]}
     fields["leaves"] = common.leaves[ranges((np.cumsum(counts) - counts)[order], counts[order])]
-    return ShardsState(**fields, steps=steps, updates=updates, placed=placed)
+    return ShardsState(
+        **fields,
+        steps=steps,
+        updates=updates,
+        placed=placed,
+        parts=parts,
+        of=of,
+        checksum=checksum,
+        slices=slices,
+    )
+
+
+def _valid_slice(rows: Mapping[str, Any]) -> bool:
+    """Validate the numbers of the rows of a slice of a batch."""
+    numbers = np.asarray(rows["rows"])
+    fits = numbers.dtype == np.int64 and numbers.shape == np.asarray(rows["ids"]).shape
+    return fits and bool(((numbers >= 0) & (numbers < int(rows["count"]))).all())
 
 
 def _valid_updates(updates: tuple[Array, ...]) -> bool:

@@ -109,12 +109,12 @@ class UpdateRouter:
 
     def flush(self) -> None:
         """Send all queued updates to their owners now; the draw from which they count stays the same."""
-        queued, _ = self.outbox.take(self.outbox.longest)
+        queued, counts = self.outbox.take(self.outbox.longest)
         queued["draw"] = self.draws
-        for part in self._exchange.share_array(queued):
-            owned = part[np.isin(part["shard"], list(self._samplers))]
-            if len(owned):
-                self.received.append(owned)
+        self._exchange.barrier()
+        owned, _ = self._exchange.send(queued, counts)
+        if len(owned):
+            self.received.append(owned)
 
     def redirect(self, moves: Array) -> None:
         """Let the updates of trajectories that migrated, `MOVE` [n], follow them to their new shards."""

@@ -312,7 +312,8 @@ class ReplayDataModule(LightningDataModule):
         return self._loader(self.predict_dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of training; see `ReplayDataset.state_dict`. With `Shards` all ranks call it at the same time."""
+        """The state of training; see `ReplayDataset.state_dict`. With `Shards` all ranks call it at the same time, and
+        that of rank 0, which the trainer saves, has the state of all of them."""
         if self.train_dataset is None:
             return {} if self._restored is None else {"train": dict(self._restored)}
         return {"train": self._train_state()}

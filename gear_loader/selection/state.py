@@ -33,6 +33,11 @@ class BatchRows:
     steps: Array
     weights: Array | None
 
+    def take(self, which: Array) -> BatchRows:
+        """Some of the rows, int64 [m]."""
+        weights = None if self.weights is None else self.weights[which]
+        return BatchRows(self.names[which], self.steps[which], weights)
+
     def to_state(self, batch: BatchKey, kind: str) -> dict[str, Any]:
         """The rows as a part of a state; `kind`: key of the names."""
         return {

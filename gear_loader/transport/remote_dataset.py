@@ -245,7 +245,7 @@ class RemoteDataset(ReplayDataset):
         found: dict[str, Any] = self._link.described["config"]
         return found
 
-    def _selection_state(self) -> dict[str, Any]:
+    def _selection_state(self, *, full: bool = True) -> dict[str, Any]:
         if self._budget is None and not self.sampler.by_priority:
             return {}
         state: dict[str, Any] = _plain(self._link.call("state", {}))

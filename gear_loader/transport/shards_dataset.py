@@ -339,7 +339,7 @@ class ShardsDataset(RemoteDataset):
     def _config(self) -> dict[str, Any]:
         return {**ReplayDataset._config(self), "shards": len(self._parts)}
 
-    def _selection_state(self) -> dict[str, Any]:
+    def _selection_state(self, *, full: bool = True) -> dict[str, Any]:
         return {"parts": self._on_each(lambda part: part._selection_state())}
 
     def _load_selection(self, state: Mapping[str, Any]) -> None:

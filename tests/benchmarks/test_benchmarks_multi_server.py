@@ -25,6 +25,7 @@ from benchmarks.nodes import bare, ranks
 from benchmarks.nodes import job as nodes
 from benchmarks.peers import process as peers
 from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.distributed.node_routes import NodeRoutes
 from gear_loader.storage import shared_memory
 
 HAS_IP = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
@@ -212,9 +213,12 @@ def test_schedules(world: int) -> None:
     hops = sum(distance.bit_count() for distance in range(world))
     assert sum(count for _, count, _ in bruck) == 10 * hops
     assert sum(messages for messages, _, _ in bruck) == (world - 1).bit_length()
-    inside, between, outside = simulation.rounds("hierarchical", world, 10, group=4)
+    sizes, inside, between, outside = simulation.rounds("hierarchical", world, 10, group=4)
     assert inside == outside
-    assert between[0] == -(-world // 4) - 1
+    assert between[1] == 10 * max(world - 4, 0)
+    if world % 4 == 0:
+        routes = NodeRoutes(0, [str(rank // 4) for rank in range(world)])
+        assert sizes[0] + inside[0] + between[0] + outside[0] == routes.most_messages
     # One copy a node: what a node has is doubled in each round, until it has that of all.
     copies = simulation.rounds("one copy a node", world, 10, group=4)
     group = min(world, 4)
@@ -259,11 +263,28 @@ def test_a_played_rank_draws(sampler: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert all((records["id"] >= 0).all() for _, records in drawn)
 
 
+def test_the_state_of_a_played_rank_does_not_grow_with_the_ranks() -> None:
+    few, many = (simulation.state(world, 16, trajectories=300) for world in (4, 64))
+    assert few["saved"] == many["saved"] == 300 * 20 + 2 * 16 * (20 + 8)
+    assert few["full saved"] == many["full saved"] == few["saved"]  # of a rank other than the first
+    assert many["full sent"] - few["full sent"] < 60 * 16  # besides its part only a checksum to each
+    first = simulation.state(4, 16, trajectories=300, rank=0)
+    assert first["full received"] > 3 * first["saved"]
+    assert first["saved"] == few["saved"]
+
+
 def test_the_tables_of_the_simulation(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in _rows(5e-5, 2e-5, 1e-9, 2)))
     torch.manual_seed(0)
     done = call("scaling", str(file), "--worlds", "2,16", "--batch", "8")
     assert done.exit_code == 0, done.output
-    shown = ("alpha 20.0 µs", "W = 16", "computed, not measured", "connections of a server", "hierarchical")
+    shown = (
+        "alpha 20.0 µs",
+        "W = 16",
+        "computed, not measured",
+        "connections of a server",
+        "hierarchical",
+        "sent to rank 0",
+    )
     assert all(text in done.stdout for text in shown)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from dataset_common import copies, drawn, same_batches
 from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows
 from options_common import nested
@@ -78,22 +79,64 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
             for sampler in (gear.Prioritized(unit="step"), gear.Prioritized()):
                 data = dataset(shards, sampler, prefetch=1, scope=scope)
                 _, iterator = steps(data, 0, BEFORE)
-                state = data.state_dict()
+                state, part = data.state_dict(), data.state_dict(full=False)
                 expected, iterator = steps(data, BEFORE, AFTER, iterator)
                 iterator.close()
-                again = dataset(shards, sampler, prefetch=1, scope=scope)
-                again.load_state_dict(state)
-                mine, iterator = steps(again, BEFORE, AFTER)
-                iterator.close()
-                same_rows([mine], expected, "resumed")
-                found[f"{scope} {sampler.unit}"] = (state, expected)
+                found[f"{scope} {sampler.unit}"] = (state, part, expected)
+                parts = everyones(part, world)
+                whole = everyones(state, world)[0]
+                given = {"saved by rank 0": whole, "its part": part, "as each rank has it": state}
+                if scope == "global":
+                    given["another rank's"] = parts[(rank + 1) % world]
+                    given["two"] = distributed.join_states([parts[rank], parts[(rank + 1) % world]])
+                    given["all by one rank"] = whole if rank == 1 else part
+                    older = {k: v for k, v in whole["priorities"].items() if k not in ("of", "checksum")}
+                    given["an older one"] = {**whole, "priorities": older}
+                for name, one in given.items():
+                    again = dataset(shards, sampler, prefetch=1, scope=scope)
+                    again.load_state_dict(one)
+                    saved = again.state_dict()
+                    assert rank or unchecked(saved) == unchecked(whole), name
+                    mine, iterator = steps(again, BEFORE, AFTER)
+                    iterator.close()
+                    same_rows([mine], expected, name)
+        found["refused"] = refused(shards, parts, state, rank)
         distributed.save(shards, Path(folder, "tables"))
-        if rank == 0:
-            torch.save(state, Path(folder, "state"))
+        torch.save(part, Path(folder, f"part-{rank}"))
         shards.table.remove(shards.table.indices()[0])
         distributed.save(shards, Path(folder, "later"))
         found["tables"] = contents(shards.table)
         return found
+
+
+def unchecked(state: dict[str, Any]) -> str:
+    """A state without its checksum: which rank saves which rows of the last batches is not told."""
+    priorities = {key: value for key, value in state["priorities"].items() if key != "checksum"}
+    return repr({**state, "priorities": priorities})
+
+
+def everyones(value: Any, world: int) -> list[Any]:
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, value)
+    return found
+
+
+def refused(shards: Shards, parts: list[Any], state: Any, rank: int) -> list[str]:
+    """Errors of states that do not fit; nothing has changed afterwards."""
+    data = dataset(shards, gear.Prioritized())
+    data.load_state_dict(parts[rank])
+    before, found = repr(data.state_dict(full=False)), []
+    damaged = {**parts[1], "priorities": {**parts[1]["priorities"], "maximum": -1.0}}
+    later = {**parts[rank], "priorities": {**parts[rank]["priorities"], "checksum": 1}}
+    if rank == 0:  # the whole state, but later
+        later = {**state, "priorities": {**state["priorities"], "checksum": 1}}
+    mixed = later if rank != 1 else parts[rank]
+    for bad in (parts[0], damaged if rank == 1 else parts[rank], mixed):
+        with pytest.raises(gear.errors.GearError) as failed:
+            data.load_state_dict(bad)
+        found.append(f"{type(failed.value).__name__}: {failed.value}")
+    assert repr(data.state_dict(full=False)) == before
+    return found
 
 
 def plain(table: gear.Table, **options: Any) -> gear.ReplayDataset:
@@ -162,7 +205,9 @@ def loading_rank(rank: int, world: int, folder: str) -> Any:
         table.unlink()
         found = contents(table)
         data = dataset(shards, gear.Prioritized(), batches_per_epoch=None)
-        data.load_state_dict(torch.load(Path(folder, "state"), weights_only=False))
+        files = sorted(Path(folder).glob("part-*"))
+        mine = [torch.load(file) for file in files[rank::world] or files[:1]]
+        data.load_state_dict(distributed.join_states(mine))
         restored = data.state_dict()["priorities"]
         for batch in data:
             check_batch(batch, WINDOWS)
@@ -180,15 +225,53 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(WORLD, saving_rank, str(folder))
 
 
-def test_ranks_resume_bit_for_bit_and_every_rank_has_the_whole_state(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_resume_bit_for_bit_each_from_its_part_or_all_from_that_of_rank_0(
+    ranks: list[dict[str, Any]],
+) -> None:
     for unit in ("trajectory", "step"):
         for scope in ("local", "global"):
-            states = [repr(rank[f"{scope} {unit}"][0]["priorities"]) for rank in ranks]
-            assert states == [states[0]] * WORLD
+            states, parts, _ = zip(*(rank[f"{scope} {unit}"] for rank in ranks), strict=True)
+            assert repr(states[1:]) == repr(parts[1:])  # only rank 0 holds the state of others
+            whole = distributed.join_states(reversed(parts))
+            assert repr(whole) == repr(states[0])
+            assert "parts" not in whole["priorities"]
+        assert [len(part["priorities"]["ids"]) for part in parts] == COUNTS[:WORLD]
         # The same batches in one process, from a state that three have saved.
         one = dataset(alone(COUNTS[:WORLD]), gear.Prioritized(unit=unit), prefetch=1)
-        one.load_state_dict(ranks[0][f"global {unit}"][0])
-        same_rows([rank[f"global {unit}"][1] for rank in ranks], steps(one, BEFORE, AFTER)[0], unit)
+        one.load_state_dict(whole)
+        same_rows([rank[f"global {unit}"][2] for rank in ranks], steps(one, BEFORE, AFTER)[0], unit)
+
+
+def test_parts_that_do_not_make_a_state_are_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank, (lost, damaged, mixed) in enumerate(each["refused"] for each in ranks):
+        assert lost.startswith(
+            "SchemaError: The state was saved by 3 ranks, and no rank was given the parts of [1, 2]."
+        )
+        assert "priorities are damaged" in damaged
+        assert damaged.startswith(
+            "SchemaError" if rank == 1 else "RankError: Rank 1 could not load its state: "
+        )
+        assert mixed.startswith("SchemaError: The ranks [0, 1, 2] load parts of different states; expected")
+    first, second, third = (rank["global trajectory"][1] for rank in ranks)
+    one = dataset(alone(COUNTS[:WORLD]), gear.Prioritized(), prefetch=1)
+    with pytest.raises(gear.errors.SchemaError, match=r"was given the parts of \[1\]"):
+        one.load_state_dict(distributed.join_states([first, third]))
+    for states, text in (
+        ([], r"\[\] was given; expected a state_dict\(\) of each"),
+        ([first, {**second, "step": 0}], "are of different moments"),
+        (
+            [first, {**second, "priorities": {**second["priorities"], "checksum": 0}}],
+            "are of different states",
+        ),
+        ([first, {**second, "priorities": {"parts": [1]}}], "is damaged: KeyError"),
+        ([first, {key: second[key] for key in second if key != "priorities"}], "holds no priorities"),
+        (
+            [distributed.join_states([first, second]), distributed.join_states([second, third])],
+            "parts overlap",
+        ),
+    ):
+        with pytest.raises(gear.errors.SchemaError, match=text):
+            distributed.join_states(states)
 
 
 def test_local_draws_come_from_the_own_shard_and_weights_know_its_share(ranks: list[dict[str, Any]]) -> None:
@@ -207,19 +290,26 @@ def test_local_draws_come_from_the_own_shard_and_weights_know_its_share(ranks: l
         assert found["passes"] == 5
 
 
-def test_tables_and_priorities_go_on_with_fewer_ranks(ranks: list[dict[str, Any]], folder: Path) -> None:
-    state = torch.load(folder / "state", weights_only=False)["priorities"]
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_tables_and_priorities_go_on_with_other_numbers_of_ranks(
+    ranks: list[dict[str, Any]], folder: Path, world: int
+) -> None:
+    state = ranks[0]["global trajectory"][0]["priorities"]
     order = state["ids"].argsort()
     together: dict[int, Any] = {}
-    fresh = []
-    for found, (ids, leaves), new in run_ranks(2, loading_rank, str(folder)):
+    fresh, held = [], []
+    for found, (ids, leaves), new in run_ranks(world, loading_rank, str(folder)):
         assert not set(found) & set(together)
         together |= found
         fresh.append(new)
+        held.append(len(ids))
         at = ids.argsort()
-        assert torch.equal(ids[at], state["ids"][order])
-        assert torch.equal(leaves[at], state["leaves"][order])
-    assert len(set(fresh)) == 2
+        if len(held) == 1:
+            assert torch.equal(ids[at], state["ids"][order])
+            assert torch.equal(leaves[at], state["leaves"][order])
+        else:
+            assert set(ids.tolist()) == set(found)
+    assert len(set(fresh)) == world
     assert not set(fresh) & set(together)
     for rank in ranks:  # taken after one of each was removed
         assert all(together[name] == value for name, value in rank["tables"].items())

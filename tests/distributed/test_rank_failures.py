@@ -377,7 +377,9 @@ def sockets(rank: int) -> list[bool]:
         )
         kept = used()
         # gloo gives up soon after the exchange does: until then the process cannot end.
-        seconds = kept[0]._origin._exchange._gloo.group._get_backend(torch.device("cpu")).options._timeout
+        seconds = (
+            kept[0]._origin._exchange._groups[0].group._get_backend(torch.device("cpu")).options._timeout
+        )
         found.append(seconds.total_seconds() < 25)
     return [*found, num_sockets() == first]
 

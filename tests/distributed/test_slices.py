@@ -18,7 +18,7 @@ from test_global_selection import COUNTS, SAMPLERS, WINDOWS, alone
 from torch.distributed.device_mesh import init_device_mesh
 
 import gear_loader as gear
-from gear_loader.distributed import Placement, Shards
+from gear_loader.distributed import Placement, Shards, node_routes
 from gear_loader.distributed.slices import by_node, contiguous
 from gear_loader.errors import SchemaError
 from gear_loader.native.exchange_loops import find_above
@@ -92,12 +92,21 @@ def local_rank(rank: int, world: int) -> dict[str, Any]:
         options: dict[str, Any] = {"prefetch": 2, "batches_per_epoch": 2 * BATCHES}
         data = dataset(shards, "prioritized", ROWS // world, local=True, **options)
         iterator = iter(data)
-        drawn((next(iterator) for _ in range(BATCHES)), data)
+        found["first"] = drawn((next(iterator) for _ in range(BATCHES)), data)
         state = data.state_dict()
         after = drawn(iterator, data, BATCHES)
         again = dataset(shards, "prioritized", ROWS // world, local=True, **options)
         again.load_state_dict(state)
         found["resumed"] = after, drawn(iter(again), again, BATCHES)
+        # With one message a pair of nodes, which so few ranks would not use.
+        node_routes._FEWER = 0
+        data = dataset(shards, "prioritized", ROWS // world, local=True, **options)
+        assert data._origin._exchange.routes is not None
+        iterator = iter(data)
+        before = drawn((next(iterator) for _ in range(BATCHES)), data)
+        again = dataset(shards, "prioritized", ROWS // world, local=True, **options)
+        again.load_state_dict(data.state_dict(full=False))
+        found["through nodes"] = before, drawn(iterator, data, BATCHES), drawn(iter(again), again, BATCHES)
         return found
 
     return on_two_nodes(table, rank, world, work)
@@ -136,12 +145,24 @@ def test_ranks_resume_with_the_rows_of_their_own_node(ranks: list[dict[str, Any]
                 np.testing.assert_array_equal(other[key], one[key], err_msg=key)
 
 
+def test_a_message_for_each_pair_of_nodes_makes_the_same_batches(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        before, after, again = rank["through nodes"]
+        for one, other in zip(
+            [*rank["first"], *rank["resumed"][0], *after], [*before, *after, *again], strict=True
+        ):
+            assert one.keys() == other.keys()
+            for key in one:
+                np.testing.assert_array_equal(other[key], one[key], err_msg=key)
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     return run_ranks(4, local_rank)
 
 
 def staged_rank(rank: int, world: int) -> list[Any]:
+    node_routes._FEWER = 0  # all calls of the ranks go by way of nodes
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     data_place, stage = divmod(rank, 2)
     table = gear.Table.create(
