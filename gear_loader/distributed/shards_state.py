@@ -207,7 +207,7 @@ def parse_shards_state(state: Mapping[str, Any], sampler: Sampler) -> ShardsStat
         slices = tuple(
             rows
             if parts is not None
-            else {**rows, "rows": torch.arange(len(rows["ids"])), "count": len(rows["ids"])}
+            else {**rows, "rows": torch.arange(len(rows["ids"]), device="cpu"), "count": len(rows["ids"])}
             for rows in state["recent"]
         )
         fits = fits and all(_valid_slice(rows) for rows in slices)
