@@ -215,7 +215,7 @@ def test_what_is_refused() -> None:
         assert len(table) == 0
 
 
-@pytest.mark.parametrize("count", amounts(100, 1_000, 20_000, timeout=1500))
+@pytest.mark.parametrize("count", amounts(100, 1_000, 100_000, timeout=3600))
 def test_mutated_packets_never_end_the_process(count: int) -> None:
     """Those of a group are damaged in the table's memory: the frames come, or the error names one of them."""
     random, seen = np.random.default_rng(count), {"read": 0, "damaged": 0}
