@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -402,32 +401,31 @@ class ValueQuery(Query):
             )
         n, row_bytes = len(slots), values.row_bytes
         size, status = int(counts.sum()) * row_bytes, self.spec.data_bytes(n, int(counts.sum()))
-        ends = np.cumsum(counts) * row_bytes
+        ends = np.cumsum(counts)
+        begins = ends - counts
         out[size:status], out[status + n :] = 0, 0  # do not send old contents of the buffer
 
         def copy(which: Array) -> None:
-            whole = len(which) == n > 0
-            records = given if whole else given[which]
+            records = given
             if names:
-                records = reader.records(values, slots[which], steps_in(records))
-                if (rows_of(records) != sizes[which]).any():
+                records = given.copy()
+                records[which] = reader.records(values, slots[which], steps_in(given[which]))
+                if (rows_of(records[which]) != sizes[which]).any():
                     raise TransportError(
                         "A record of a request for ragged values names a step that has none of so many rows."
                     )
-            edges = (
-                [0, n] if whole else np.flatnonzero(np.diff(which, prepend=-2, append=n + 1) != 1).tolist()
-            )
-            for begin, end in itertools.pairwise(edges):
-                first, last = which[begin], which[end - 1]
-                part = int(firsts[first]), int(counts[first : last + 1].sum())
-                to = out[ends[first] - counts[first] * row_bytes : ends[last]]
-                if reader.copy(values, records[begin:end], *part, to):
+            gaps = np.flatnonzero(which[1:] - which[:-1] != 1) if len(which) < n else which[:0]
+            runs = which[[0, *(gaps + 1)]].tolist(), which[[*gaps, -1]].tolist()
+            for first, last in zip(*runs, strict=True):
+                begin, end = int(begins[first]), int(ends[last])
+                part = int(firsts[first]), end - begin, out[begin * row_bytes : end * row_bytes]
+                if reader.copy(values, records[first : last + 1], *part):
                     raise TransportError("A record of a request for ragged values names none of the table.")
 
         def read(which: Array) -> None:
             if moves and at_once and (attached.extent[slots[which], 1] < 0).any():
                 raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
-            while True:
+            while len(which):
                 with contextlib.suppress(MovedRowsError):  # after they were looked up
                     return copy(which)
 
