@@ -121,8 +121,9 @@ LATE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("cache", [None, "64KiB"])
-@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.parametrize(
+    ("kind", "cache"), [*((kind, None) for kind in LATE), ("keep", "64KiB"), ("edge", "64KiB")]
+)
 def test_frames_are_those_of_rows_that_grow_after_the_draw(
     kind: str, cache: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
