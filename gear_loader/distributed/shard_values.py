@@ -2,7 +2,7 @@
 the servers of others.
 
 Each distinct value is requested once for a batch, however many rows and windows show it. Values of a table with a disk
-tier are named by their steps, so that what trajectories share is one for each of them.
+tier, and frames of video in windows, are named by their steps, so that what trajectories share is one for each of them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gear_loader.native.ragged_copies import write_values
 from gear_loader.storage.decoding import decoded
 from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.disk_records import rows_of as sizes_of
+from gear_loader.storage.disk_records import steps_in
 from gear_loader.storage.ragged import Ragged, Values, texts
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -112,6 +113,7 @@ class ShardValues:
             each_shape = [shapes[name] for name in names]
             if values.coded is not None and values.coded.codec.name == "video":
                 steps = _steps_shown(mover.layout, batch, names, rows)
+                steps = np.where(records[:, 0] < 0, steps_in(records), steps)  # as its server has found them
                 frames = self._frames(column, records, numbers, steps, rows, mover, asked, end)
                 failure = failure or frames[2]
                 gone.append(frames[1])
@@ -305,7 +307,8 @@ class ShardValues:
 
 
 def _steps_shown(layout: Any, batch: Mapping[str, Any], names: list[str], rows: Any) -> Array:
-    """The step of each value of some windows of steps, int64 [n]; -1 of padding."""
+    """The step of each value of some windows of steps, int64 [n], of trajectories as long as they were when they were
+    drawn; -1 of padding."""
     if layout.packed:
         position = batch["position"].numpy().astype(np.int64)
         return np.concatenate([position] * len(names))

@@ -5,7 +5,9 @@ on disk is negative. Its bits are the first row in the segment's file of values,
 and the lowest bits of the segment's number, which tell whether the trajectory still lies there.
 
 Other nodes ask for values after they have got the records, and hold no read ticket meanwhile, so that values of a table
-with a disk tier may have moved by then. Its server sends records with the step in place of where the values lie.
+with a disk tier may have moved by then. Its server sends records with the step in place of where the values lie. So
+does any server with frames of video in windows: the frames before a frame are found by its step, and only the server
+knows which steps a window shows of a trajectory that may have grown since it was drawn.
 """
 
 from __future__ import annotations

@@ -504,7 +504,11 @@ class Engine:
         count = self.index.remove_lost(error.slots, error.generations)
         if count:
             _logger.error(
-                "%s %d trajectories were removed from %s.", error, count, self.name or "a private table"
+                # Of the error its text: kept log records would hold what its frames refer to.
+                "%s %d trajectories were removed from %s.",
+                str(error),
+                count,
+                self.name or "a private table",
             )
         return count
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import itertools
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -159,7 +159,13 @@ class WindowQuery(Query):
             columns[which] = marked
         self._columns = locate_columns(columns, sources, attached.engine.region)
         self._tier: Any = None
-        if attached.engine.has_tier or attached.engine.device is not None:
+        # Of windows whose records name steps the number, and the window where there is a choice of steps.
+        self._named = [
+            (i, None if schema[source].trajectory else self.spec.windows[names[i]])
+            for i, source in enumerate(sources)
+            if source in (schema.ragged if attached.engine.has_tier else schema.videos)
+        ]
+        if attached.engine.has_tier or attached.engine.device is not None or self._named:
             from gear_loader.collection.tier_rows import TierRows
 
             reach = reach_of(schema, self.spec.windows)
@@ -171,12 +177,6 @@ class WindowQuery(Query):
                 )
             self._tier = TierRows(attached.table, reach, self.spec.row_bytes)
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
-        # Of windows of ragged columns the number, and the window where there is a choice of steps.
-        self._ragged = [
-            (i, None if schema[source].trajectory else self.spec.windows[names[i]])
-            for i, source in enumerate(sources)
-            if source in schema.ragged
-        ]
 
     def reply_bytes(self, rows: Array) -> int:
         return self.spec.reply_bytes(rows.shape[1])
@@ -196,7 +196,7 @@ class WindowQuery(Query):
     def _read_tiers(
         self, attached: AttachedTable, rows: Array, out: Array, layout: _Layout, *, at_once: bool
     ) -> None:
-        """`read` of a table of which some trajectories lie on disk only."""
+        """`read` of a table of which some trajectories lie on disk only, or of windows whose records name steps."""
         slots, anchors, generations = rows
         if len(wrong := np.flatnonzero((anchors < -_MOST_ANCHOR) | (anchors > _MOST_ANCHOR))):
             raise _invalid_anchor(int(wrong[0]), anchors[wrong[0]])
@@ -204,28 +204,33 @@ class WindowQuery(Query):
         def read(which: Array) -> None:
             if at_once and self._tier.outside(slots[which]).any():
                 raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
-            if len(which):
+            while len(which):
                 chosen = [part[which] for part in rows]
+                lengths = attached.extent[chosen[0], 0]
                 given = layout.table, list(self.spec.sources.values()), *chosen, which
-                attached.reader(at_once).read_whole(chosen[0], lambda: self._tier.gather(*given))
-                self._name_steps(attached, rows, which, out)
+                attached.reader(at_once).read_whole(chosen[0], functools.partial(self._tier.gather, *given))
+                if not self._named:
+                    return
+                self._name_steps(rows, which, lengths, out)
+                which = which[attached.extent[chosen[0], 0] != lengths]  # grown meanwhile: gathered again
 
         for begin, end in layout.gaps:  # do not send old contents of the buffer
             out[begin:end] = 0
         with attached.reading(at_once=at_once):
             self._read_live(attached, slots, out, attached.live(slots, generations), layout.status, read)
 
-    def _name_steps(self, attached: AttachedTable, rows: Array, which: Array, out: Array) -> None:
-        """Let the records of ragged values in a reply name steps; of the rows `which`, int64 [m].
+    def _name_steps(self, rows: Array, which: Array, lengths: Array, out: Array) -> None:
+        """Let records of ragged values in a reply name steps.
 
-        The trajectories do not grow: with a disk tier only those without ragged columns can.
+        Args:
+            which: rows of the request, int64 [m]. lengths: int64 [m], of their trajectories when they were gathered.
         """
-        n, (slots, anchors, _) = rows.shape[1], rows[:, which]
-        pieces = self.spec.pieces(n) if self._ragged else ()
-        for i, window in self._ragged:
+        n, anchors = rows.shape[1], rows[1, which]
+        pieces = self.spec.pieces(n)
+        for i, window in self._named:
             piece = pieces[i]
             records = out[piece.offset : piece.offset + n * piece.row_bytes].view(np.int64).reshape(n, -1, 2)
-            shown = steps_of(window, anchors, attached.extent[slots, 0]) if window else np.zeros_like(slots)
+            shown = steps_of(window, anchors, lengths) if window else np.zeros_like(anchors)
             named = by_step(records[which].reshape(-1, 2), shown.reshape(-1))
             records[which] = named.reshape(len(which), -1, 2)
 
@@ -386,8 +391,9 @@ class ValueQuery(Query):
         slots, firsts, generations, counts, _, sizes = rows
         given, reader, values = np.ascontiguousarray(rows[4:].T), attached.engine.payload, self._values
         moves, most = attached.engine.has_tier, np.abs(sizes)
+        names = moves or (given[:, 0] < 0).any()  # records name steps
         apart = (firsts[1:] != 0).any() or (firsts + counts != most)[:-1].any()
-        wrong = not moves and reader.count_invalid(values, given)
+        wrong = not names and reader.count_invalid(values, given)
         if apart or (firsts + counts > most).any() or wrong:
             raise TransportError(
                 "A request for ragged values has a record that names none of them, or parts of values that are neither "
@@ -395,32 +401,31 @@ class ValueQuery(Query):
             )
         n, row_bytes = len(slots), values.row_bytes
         size, status = int(counts.sum()) * row_bytes, self.spec.data_bytes(n, int(counts.sum()))
-        ends = np.cumsum(counts) * row_bytes
+        ends = np.cumsum(counts)
+        begins = ends - counts
         out[size:status], out[status + n :] = 0, 0  # do not send old contents of the buffer
 
         def copy(which: Array) -> None:
-            whole = len(which) == n > 0
-            records = given if whole else given[which]
-            if moves:
-                records = reader.records(values, slots[which], steps_in(records))
-                if (rows_of(records) != sizes[which]).any():
+            records = given
+            if names:
+                records = given.copy()
+                records[which] = reader.records(values, slots[which], steps_in(given[which]))
+                if (rows_of(records[which]) != sizes[which]).any():
                     raise TransportError(
                         "A record of a request for ragged values names a step that has none of so many rows."
                     )
-            edges = (
-                [0, n] if whole else np.flatnonzero(np.diff(which, prepend=-2, append=n + 1) != 1).tolist()
-            )
-            for begin, end in itertools.pairwise(edges):
-                first, last = which[begin], which[end - 1]
-                part = int(firsts[first]), int(counts[first : last + 1].sum())
-                to = out[ends[first] - counts[first] * row_bytes : ends[last]]
-                if reader.copy(values, records[begin:end], *part, to):
+            gaps = np.flatnonzero(which[1:] - which[:-1] != 1) if len(which) < n else which[:0]
+            runs = which[[0, *(gaps + 1)]].tolist(), which[[*gaps, -1]].tolist()
+            for first, last in zip(*runs, strict=True):
+                begin, end = int(begins[first]), int(ends[last])
+                part = int(firsts[first]), end - begin, out[begin * row_bytes : end * row_bytes]
+                if reader.copy(values, records[first : last + 1], *part):
                     raise TransportError("A record of a request for ragged values names none of the table.")
 
         def read(which: Array) -> None:
             if moves and at_once and (attached.extent[slots[which], 1] < 0).any():
                 raise LockTimeoutError("Rows lie on disk only, so that this takes a while.")
-            while True:
+            while len(which):
                 with contextlib.suppress(MovedRowsError):  # after they were looked up
                     return copy(which)
 

@@ -354,8 +354,9 @@ class ValueSpec(Spec):
 
     A row of a request names a trajectory, and rows of a value: its record, the first row, and their number. Only the
     first and the last value of a request may be parts. What a record names is checked to be ragged values of the table,
-    and the trajectory to be there; not that it is its record. Those of a table with a disk tier name the step in the
-    trajectory, wherever its values lie when they are asked for (`gear_loader.storage.disk_records.by_step`).
+    and the trajectory to be there; not that it is its record. Those of a table with a disk tier, and those of frames of
+    video in windows, name the step in the trajectory, wherever its values lie when they are asked for
+    (`gear_loader.storage.disk_records.by_step`).
 
     Args:
         table: name of the table on its node. schema: the columns that the reader expects.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import mostly_long
+from distributed_common import one_far
 from learner_common import connected
 from table_common import fresh_name
 from tier_common import fitting, move, spill, tiered
@@ -20,10 +19,7 @@ import gear_loader as gear
 from gear_loader.checkpoint import saving
 from gear_loader.distributed import Shards
 from gear_loader.distributed import remote as remote_module
-from gear_loader.distributed.remote import RemoteShard
 from gear_loader.storage.payload import PayloadReader
-from gear_loader.transport.queries import open_query
-from gear_loader.transport.table_cache import TableCache
 
 COLUMNS = {
     "step": gear.Column(torch.int64),
@@ -107,41 +103,6 @@ def plain(batch: Any) -> dict[str, Any]:
         else:
             found[name] = plain(each) if isinstance(each, dict) else each
     return found
-
-
-class Server:
-    """Answers as a server does, out of a table of this process to which something happens before."""
-
-    def __init__(self, table: gear.Table, happen: Callable[[], None]) -> None:
-        self.tables, self._happen = TableCache([str(table.name)], 5.0), happen
-        self._queries: dict[int, Any] = {}
-
-    def fetch(self, spec: Any, *given: Any, out: Any, here: bool = False) -> Any:
-        self._happen()
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        query = self._queries.setdefault(id(spec), open_query(spec, self.tables))
-        asked, status, size = spec.checked(given, out)
-        reply = np.full(size + 128, 7, dtype=np.uint8)
-        reply = reply[-reply.ctypes.data % 128 :][:size]
-        query.read(query.table(), asked, reply, at_once=False)
-        out[:size] = reply
-        future.set_result(out[status : status + len(given[0])])
-        return future
-
-
-@contextlib.contextmanager
-def one_far(
-    far: gear.Table, near: gear.Table, happen: Callable[[], Any], cache: str | None = None
-) -> Iterator[Shards]:
-    """Shards of which the second is of another node."""
-    server = Server(far, happen)
-    with Shards([near, far], cache=cache) as shards, contextlib.closing(server.tables):
-        shards._sources[1] = RemoteShard(server, str(far.name), far.schema)
-        shards.remote = True
-        try:
-            yield shards
-        finally:
-            far.unlink()
 
 
 def datasets(source: Any, seed: int) -> dict[str, gear.ReplayDataset]:

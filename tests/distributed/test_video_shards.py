@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from distributed_common import on_two_nodes, run_ranks
+from distributed_common import on_two_nodes, one_far, run_ranks
+from table_common import fresh_name
 
 import gear_loader as gear
+from gear_loader.collection.tier_rows import TierRows
 from gear_loader.distributed import Shards
 from gear_loader.distributed import remote as remote_module
 
@@ -106,3 +109,80 @@ def test_ranks_get_the_frames_of_one_process(transport: str) -> None:
     for number, expected in enumerate(whole):
         for name, values in expected.items():
             assert torch.cat([found[number][name] for found in ranks]).equal(values), (number, name)
+
+
+GROWING = {**SCHEMA, "text": gear.Column(str)}
+LATE: dict[str, dict[str, Any]] = {
+    **{pad: {"windows": gear.Window(3, 1, pad=pad)} for pad in ("keep", "edge", "head", "tail")},
+    "past": {"windows": gear.Window(2, 3, pad="edge")},
+    "chosen": {"windows": gear.Window(at=[-1, 2, 4], pad="edge")},
+    "timed": {"windows": gear.Window(at=[-1, 0, 3], timestamps="number", tolerance=0)},
+    "packed": {"windows": gear.Whole(), "layout": "packed"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache"), [*((kind, None) for kind in LATE), ("keep", "64KiB"), ("edge", "64KiB")]
+)
+def test_frames_are_those_of_rows_that_grow_after_the_draw(
+    kind: str, cache: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a server gathers rows, and between its first look at their lengths and the gather."""
+    options, turns, gathered = dict(LATE[kind]), itertools.count(), TierRows.gather
+    windows = dict.fromkeys(GROWING, options.pop("windows"))
+    if kind != "packed":
+        options["sampler"], windows["last"] = (
+            gear.Uniform(unit="step"),
+            gear.Window(1, squeeze=True, column="video"),
+        )
+    sizes: dict[str, Any] = {"max_steps": 400, "max_trajectories": 8, "block_steps": 2}
+    memory = gear.Memory(payload="4MiB")
+    with (
+        gear.Table.create(GROWING, memory=memory, **sizes) as near,
+        gear.Table.create(GROWING, memory=memory, name=fresh_name(), **sizes) as far,
+        near.writer(commit_every_step=True) as here,
+        far.writer(commit_every_step=True) as there,
+    ):
+        tables, length = ((near, here), (far, there)), 0
+
+        def grow() -> None:
+            nonlocal length
+            for shard, (_, writer) in enumerate(tables):
+                number = 1000 * shard + length
+                frame = clip(1, 7 + number)[0]
+                writer.append({"video": frame, "number": number, "text": str(number)})
+            length += 1
+
+        def gather(*args: Any) -> int:
+            if next(turns) % 2 == 0:
+                grow()
+            return gathered(*args)
+
+        monkeypatch.setattr(TierRows, "gather", gather)
+        grow()
+        grow()
+        with one_far(far, near, grow, cache) as shards:
+            given: dict[str, Any] = {"batch_size": 8, "batches_per_epoch": 4, "device": "cpu", "prefetch": 0}
+            data = gear.ReplayDataset(shards, windows=windows, **given, **options)
+            for _ in range(4):
+                batch, before = data.sample(), length
+                assert before > 2
+                frames = {
+                    int(number): frame
+                    for table, _ in tables
+                    for step in [table[0]]
+                    for number, frame in zip(step["number"], step["video"], strict=True)
+                }
+                numbers, texts, mask = batch["number"], batch["text"], batch.get("mask")
+                mask = mask["video"] if isinstance(mask, dict) else mask
+                if kind == "packed":
+                    assert texts == [str(number) for number in numbers.tolist()]
+                    assert same(batch["video"], torch.stack([frames[number] for number in numbers.tolist()]))
+                    continue
+                for row, anchor in enumerate((batch["anchor"] + 1000 * batch["shard"]).tolist()):
+                    assert same(batch["last"][row], frames[anchor])
+                    for i, number in enumerate(numbers[row].tolist()):
+                        shown = bool(mask[row, i]) or windows["video"].pad == "edge"
+                        expected = frames[number] if shown else torch.zeros_like(frames[0])
+                        assert same(batch["video"][row, i], expected), (row, i, number)
+                        assert texts[row][i] == (str(number) if shown else "")
