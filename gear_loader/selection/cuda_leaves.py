@@ -298,23 +298,24 @@ class UpdateSlot:
     """
 
     def __init__(self, like: Parts) -> None:
-        self.parts: Parts = tuple(
-            None if part is None else torch.empty(part.shape, dtype=kind, device=part.device)
-            for part, kind in zip(like, PART_DTYPES, strict=True)
-        )
-        assert self.parts[0] is not None
-        self.items = torch.empty_like(self.parts[0])
+        index = like[0]
+        assert index is not None
+        count, device = index.shape[0], index.device
+        names = torch.empty((4, count), dtype=torch.int64, device=device)  # the first 3 as those of a batch
+        priority = torch.empty(count, dtype=torch.float32, device=device)
+        rows = names[0], priority, names[2], names[1]
+        self.parts: Parts = tuple(None if part is None else row for part, row in zip(like, rows, strict=True))
+        self.items = names[3]
         self.work = RepeatedWork()
         self.given: Any = torch.cuda.Event() if self.items.is_cuda else None
         self.done: Any = torch.cuda.Event() if self.items.is_cuda else None
         self._streams: set[int] = set()
         self._queued: QueuedUpdate | None = None
-        given = [part for part in self.parts if part is not None]
-        self._copies: Array = np.array(
-            [(part.data_ptr(), 0, part.numel() * part.element_size()) for part in given], dtype=np.int64
-        )
-        words: Any = self._copies.reshape(-1)
-        self._sources = memoryview(words)  # numpy takes ten times as long to store a number
+        given = [(part.data_ptr(), 0, part.nbytes) for part in self.parts if part is not None]
+        joint = [(names.data_ptr(), 0, 3 * index.nbytes), (priority.data_ptr(), 0, priority.nbytes)]
+        arrays: list[Any] = [np.array(copies, dtype=np.int64) for copies in (given, joint)]
+        # With views, because numpy takes ten times as long to store a number.
+        self._copies: list[tuple[Array, Any]] = [(array, memoryview(array.reshape(-1))) for array in arrays]
 
     def fill(self, parts: Parts, consumer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
         """Queue copies of an update's tensors on the consumer's stream, the current one, for an update on `stream`.
@@ -341,15 +342,18 @@ class UpdateSlot:
             self._queued = QueuedUpdate(graph, handle, **events)
         return self._queued
 
-    def copies(self, sources: list[int]) -> Array:
+    def copies(self, sources: list[int], joint: bool) -> Array:
         """Addresses of this memory and of an update's tensors, and their bytes, int64 [n, 3]; see `queue_update`.
 
         Args:
-            sources: addresses of the tensors that are given.
+            sources, joint: see `plain_sources`.
         """
-        for i, source in enumerate(sources):
-            self._sources[3 * i + 1] = source
-        return self._copies
+        array, words = self._copies[joint]
+        words[1], words[4] = sources[0], sources[1]
+        if not joint:
+            for i, source in enumerate(sources[2:], 2):
+                words[3 * i + 1] = source
+        return array
 
     def copy(self, parts: Parts) -> None:
         """Copy an update's tensors on the current stream."""
@@ -410,12 +414,17 @@ def check_parts(parts: Parts) -> None:
             )
 
 
-def plain_sources(parts: Sequence[Any], device: torch.device) -> list[int] | None:
+def plain_sources(parts: Sequence[Any], device: torch.device) -> tuple[list[int], bool] | None:
     """Addresses of the tensors of an update that are given, if a slot's memory can be a copy of theirs.
 
     Returns:
-        None if one is not on the device, of another dtype or number than index, or not one element after the other.
+        The addresses, and whether the names are those of a batch: index, anchor and generation one after another in one
+        storage, so that one copy takes them. None if one tensor is not on the device, of another dtype or number than
+        index, or not one element after the other.
     """
+    index, priority, generation, anchor = parts
+    if index is None or priority is None:
+        return None
     found, shape = list[int](), None
     for part, dtype in zip(parts, PART_DTYPES, strict=True):
         if part is None:
@@ -427,7 +436,12 @@ def plain_sources(parts: Sequence[Any], device: torch.device) -> list[int] | Non
         if part.ndim != 1 or part.shape != shape or not part.is_contiguous() or part.is_neg():
             return None
         found.append(part.data_ptr())
-    return None if parts[0] is None else found
+    if generation is None:
+        return found, False
+    first, size = found[0], index.nbytes
+    joint = found[2] == first + 2 * size and (anchor is None or found[3] == first + size)
+    joint = joint and index.untyped_storage()._cdata == generation.untyped_storage()._cdata
+    return found, joint
 
 
 def _with_sign(part: torch.Tensor) -> torch.Tensor:

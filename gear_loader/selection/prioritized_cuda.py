@@ -291,8 +291,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def queue_update(self, *parts: Any) -> bool:
         """See `Selection.queue_update`. Where one call has queued the last draw, it is launched with the next one."""
-        sources = plain_sources(parts, self._device)
-        if sources is None:
+        plain = plain_sources(parts, self._device)
+        if plain is None:
             return False
         with self.priorities.mutex, self.context.table._engine.region.using(), on_device(self._device):
             priorities, slots = self.priorities, self._updates.of(parts)
@@ -307,7 +307,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             leaves = self._leaves
             leaves.launch_update()
             leaves.update = update
-            result = copy_update(update.words, consumer.cuda_stream, slot.copies(sources), *leaves.reports)
+            result = copy_update(update.words, consumer.cuda_stream, slot.copies(*plain), *leaves.reports)
             if result == IN_STEPS:
                 return False
             if result == REFUSED:

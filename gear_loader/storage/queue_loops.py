@@ -38,20 +38,21 @@ FUNCTIONS = {
             "cuEventRecord",
             "cuMemcpyDtoDAsync_v2",
             "cuThreadExchangeStreamCaptureMode",
+            "cuStreamIsCapturing",
         )
     )
 }
 """Functions of the driver, by their places in the words of a batch and of an update."""
-_QUERY, _WAIT, _LAUNCH, _RECORD, _COPY, _EXCHANGE = range(6)
-SELF, MODE, STREAM, GRAPH, FILLED, RELEASED, CODE, ASKED, READ, EARLIER = range(6, 16)
+_QUERY, _WAIT, _LAUNCH, _RECORD, _COPY, _EXCHANGE, _CAPTURING = range(7)
+SELF, MODE, STREAM, GRAPH, FILLED, RELEASED, CODE, ASKED, READ, EARLIER = range(7, 17)
 MOST_ASKED = 2
 """Events of earlier batches that a loop asks for, from EARLIER on."""
-NAMES, CAPACITY, COUNT, WEIGHTS, PACKED = range(17, 22)
-EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(22, 28)  # of padded batches
-RANDOM, BETA, MEMORY, BYTES = range(28, 32)  # of batches that the GPU draws
-WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(22, 28)  # of packed batches
-LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(28, 35)
-WORDS = 35
+NAMES, CAPACITY, COUNT, WEIGHTS, PACKED = range(18, 23)
+EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(23, 29)  # of padded batches
+RANDOM, BETA, MEMORY, BYTES = range(29, 33)  # of batches that the GPU draws
+WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(23, 29)  # of packed batches
+LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(29, 36)
+WORDS = 36
 GIVEN, DONE, WAITS = FILLED, RELEASED, NAMES
 """Of an update: its two events, and whether its tensors are copied, and it is not launched yet."""
 
@@ -290,10 +291,11 @@ def queue_prioritized(  # type: ignore[no-untyped-def]
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _reported(words: Any, ended: Any, status: Any, clean: Any) -> Any:
-    """Whether earlier work has ended and reported an error; see `CudaLeaves.raise_late`."""
-    if _query(words, ended, 0)[0] != 0:
+    """Whether earlier work has ended and reported an error; see `CudaLeaves.raise_late`. Mostly there is none, and the
+    driver is not asked."""
+    if np.all(carray(pointer(status), (len(clean),), np.int64) == clean):
         return False
-    return np.any(carray(pointer(status), (len(clean),), np.int64) != clean)
+    return _query(words, ended, 0)[0] == 0
 
 
 @functools.partial(compiled, nogil=False)
@@ -334,9 +336,11 @@ def copy_update(words, consumer, copies, ended, status, clean):  # type: ignore[
         copies: int64 [n, 3], target, source and bytes. ended, status, clean: as for `queue_drawn`.
 
     Returns:
-        0, IN_STEPS or REFUSED.
+        0, IN_STEPS or REFUSED. IN_STEPS also if the stream is capturing, which `refuse_capture` says.
     """
-    if _reported(words, ended, status, clean):
+    words[MODE] = 0
+    call(words[_CAPTURING], consumer, words[SELF] + 8 * MODE, 0, 0)  # an error is left to the next call
+    if words[MODE] != 0 or _reported(words, ended, status, clean):
         return IN_STEPS
     code = call(words[_WAIT], consumer, words[DONE], 0, 0)
     for i in range(len(copies)):
