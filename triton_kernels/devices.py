@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+from gear_loader.utils.streams import current_device
+
 __all__ = ["BUS_PROGRAMS", "bus_programs", "multiprocessors", "on_device", "shared_memory"]
 
 BUS_PROGRAMS = 16
@@ -23,7 +25,7 @@ _NOTHING = contextlib.nullcontext()
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make `device` the current device for launches."""
     # Entering the device costs the host as much as some launches.
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+    if device.type != "cuda" or current_device() == device.index:
         return _NOTHING
     return torch.cuda.device(device)
 

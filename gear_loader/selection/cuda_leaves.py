@@ -27,6 +27,7 @@ from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.weights import SHARE, may_leave_range, out_of_range
 from gear_loader.storage import queue_loops
+from gear_loader.storage.queue_loops import LAST_ON
 from gear_loader.storage.queued import QueuedUpdate
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
@@ -88,7 +89,7 @@ class CudaLeaves:
         )
         self.status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self.cuda)
         self.out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self.cuda)
-        self._clean: Array = np.array([NOWHERE, 0, 0], dtype=np.int64)
+        self._state: Array = np.array([NOWHERE, 0, 0, 0], dtype=np.int64)  # see `reports`
         self._last: Any = torch.cuda.Event() if self.cuda else None  # recorded after all queued work
         self._streams: set[int] = set()  # streams that have used the tensors
         self.update: QueuedUpdate | None = None
@@ -120,6 +121,7 @@ class CudaLeaves:
         if not told:
             self.tell()
         if self.cuda:
+            self._state[LAST_ON] = 0
             self._last.record(current_stream(self.device))
 
     def launch_update(self) -> None:
@@ -133,7 +135,7 @@ class CudaLeaves:
             return
         region = self._context.table._engine.region
         with region.using(), on_device(self.device):
-            if queue_loops.launch_update(update.words, self._last.cuda_event):
+            if queue_loops.launch_update(update.words, self._last.cuda_event, self._state):
                 raise RuntimeError(f"CUDA could not queue an update: the driver returned {update.code}.")
 
     def tell(self) -> None:
@@ -144,8 +146,8 @@ class CudaLeaves:
 
     @functools.cached_property
     def reports(self) -> tuple[int, int, Array]:
-        """What tells compiled loops of errors that the GPU has reported, as `queue_drawn` takes it."""
-        return self._last.cuda_event, self.status.data_ptr(), self._clean
+        """What tells compiled loops of the work on the leaves, as `queue_drawn` takes it."""
+        return self._last.cuda_event, self.status.data_ptr(), self._state
 
     def raise_late(self, *, wait: bool = False) -> None:
         """Raise an error that the GPU has reported. The caller holds the mutex: another thread's draw or update would
@@ -371,21 +373,19 @@ class UpdateSlots:
 
     def of(self, parts: Parts) -> collections.deque[UpdateSlot] | None:
         """The slots of which `take` would return the first, and put it at the end; None if it would make one."""
-        slots = self._slots.get(self._kind(parts))
-        return slots if slots is not None and len(slots) == _SLOTS else None
-
-    @staticmethod
-    def _kind(parts: Parts) -> tuple[object, ...]:
-        index, priority, generation, anchor = parts
+        index, _, generation, anchor = parts
         assert index is not None
-        return index.shape[0], priority is None, generation is None, anchor is None
+        slots = self._slots.get((index.shape[0], generation is None, anchor is None))
+        return slots if slots is not None and len(slots) == _SLOTS else None
 
     def take(self, parts: Parts) -> UpdateSlot:
         """The slot for an update's tensors, which `check_parts` has checked.
 
         New slots are allocated on the current stream, that of the consumer, which writes them first.
         """
-        kind = self._kind(parts)
+        index, _, generation, anchor = parts
+        assert index is not None
+        kind = index.shape[0], generation is None, anchor is None
         slots = self._slots.setdefault(kind, collections.deque())
         self._slots.move_to_end(kind)
         if len(self._slots) > _KINDS:

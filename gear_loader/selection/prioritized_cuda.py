@@ -271,7 +271,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         given = [index, priority, generation, anchor]
         with self.priorities.mutex:
             self._leaves.raise_late()
-        if stale == "error" or not all(part is None or self._is_here(part) for part in given):
+        given_here = all(self._is_here(part) for part in given if part is not None)
+        if stale == "error" or index is None or priority is None or not given_here:
             new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
             checked_leaves(self.context.sampler, new.priorities)
             if stale == "error":

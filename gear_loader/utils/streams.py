@@ -17,6 +17,8 @@ from gear_loader.utils import driver
 _NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream."""
 
+current_device = getattr(torch._C, "_cuda_getDevice", lambda: torch.cuda.current_device())
+"""`torch.cuda.current_device` without a look whether CUDA is there, which costs as much."""
 _raw_stream = getattr(
     torch._C, "_cuda_getCurrentRawStream", None
 )  # None without CUDA, and in stand-ins for it
@@ -37,7 +39,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 @contextlib.contextmanager
 def on_stream(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
     """Make a device and one of its streams the current ones. Does not wait for the GPU."""
-    if _raw_stream is None or torch.cuda.current_device() != device.index:
+    if _raw_stream is None or current_device() != device.index:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             yield
         return
