@@ -7,8 +7,6 @@ import functools
 
 import torch
 
-from gear_loader.utils.streams import current_device
-
 __all__ = ["BUS_PROGRAMS", "bus_programs", "multiprocessors", "on_device", "shared_memory"]
 
 BUS_PROGRAMS = 16
@@ -20,6 +18,8 @@ no batch is being gathered.
 """
 
 _NOTHING = contextlib.nullcontext()
+current_device = getattr(torch._C, "_cuda_getDevice", lambda: torch.cuda.current_device())
+"""`torch.cuda.current_device` without its look whether CUDA is there."""
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

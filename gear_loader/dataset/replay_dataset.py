@@ -939,17 +939,19 @@ class ReplayDataset(IterableDataset[Batch]):
     def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
         """index, generation, anchor and shard of a batch's rows."""
         steps, is_global = self.sampler.unit == "step", self._is_global
+        if generation is anchor is shard is None:
+            try:
+                shard = batch["shard"] if is_global else None
+                return batch["index"], batch["generation"], batch["anchor"] if steps else None, shard
+            except KeyError:
+                pass  # said below
         wanted = "index", "generation", *(("anchor",) if steps else ()), *(("shard",) if is_global else ())
-        missing = not all(map(batch.__contains__, wanted))
-        if missing or not generation is anchor is shard is None:
-            missed = [name for name in wanted if name not in batch]
-            raise SchemaError(
-                f"A mapping with the keys {list(batch)} was received as index"
-                f"{f', in which {missed} is missing' if missing else ', together with generation or anchor'}; "
-                "expected a whole batch alone, or batch['index'] with generation and anchor. Nothing was changed."
-            )
-        anchor = batch["anchor"] if steps else None
-        return batch["index"], batch["generation"], anchor, batch["shard"] if is_global else None
+        missing = [name for name in wanted if name not in batch]
+        raise SchemaError(
+            f"A mapping with the keys {list(batch)} was received as index"
+            f"{f', in which {missing} is missing' if missing else ', together with generation or anchor'}; "
+            "expected a whole batch alone, or batch['index'] with generation and anchor. Nothing was changed."
+        )
 
     def rebalance(
         self,

@@ -284,7 +284,6 @@ _SLOTS = 4
 _KINDS = 8
 """Numbers of rows, the last ones, for which slots are kept."""
 _NAMES = ("index", "priority", "generation", "anchor")
-PART_DTYPES = torch.int64, torch.float32, torch.int64, torch.int64
 
 Parts = tuple[torch.Tensor | None, ...]
 """index, priority, generation and anchor of an update."""
@@ -423,19 +422,23 @@ def plain_sources(parts: Sequence[Any], device: torch.device) -> tuple[list[int]
         index, or not one element after the other.
     """
     index, priority, generation, anchor = parts
-    if index is None or priority is None:
+    if not isinstance(index, torch.Tensor) or not isinstance(priority, torch.Tensor):
         return None
-    found, shape = list[int](), None
-    for part, dtype in zip(parts, PART_DTYPES, strict=True):
+    shape, plain = index.shape, torch.Tensor.is_contiguous
+    if len(shape) != 1 or priority.dtype is not torch.float32 or priority.is_neg():
+        return None
+    if priority.shape != shape or priority.device != device or not plain(priority):
+        return None
+    found = [0, priority.data_ptr()]
+    for part in index, generation, anchor:
         if part is None:
             continue
-        if not isinstance(part, torch.Tensor) or part.dtype != dtype or part.device != device:
+        if not isinstance(part, torch.Tensor) or part.dtype is not torch.int64 or part.shape != shape:
             return None
-        if shape is None:
-            shape = part.shape
-        if part.ndim != 1 or part.shape != shape or not part.is_contiguous() or part.is_neg():
+        if part.device != device or not plain(part):
             return None
         found.append(part.data_ptr())
+    found[0] = found.pop(2)
     if generation is None:
         return found, False
     first, size = found[0], index.nbytes

@@ -140,10 +140,12 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 copy = replaced.memory.data_ptr()
             keys = draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)
             update = on.update
-            joins = update is not None and update.waits and update.stream == batch.stream
-            if update is not None and update.waits and not joins:
-                on.launch_update()
-            first = (update.words, batch.joined(update)) if update is not None and joins else (_NO_UPDATE, 0)
+            first = _NO_UPDATE, 0
+            if update is not None and update.waits:
+                if update.stream == batch.stream:
+                    first = update.words, batch.joined(update)
+                else:
+                    on.launch_update()
             given = *on.reports, *keys, sampler.beta_at(draw.number), copy, *first
             samples = context.samples(draw.count)
             if not reader.queue_inline(

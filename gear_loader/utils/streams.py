@@ -12,13 +12,12 @@ from collections.abc import Iterator
 
 import torch
 
+from gear_loader.kernels.devices import current_device
 from gear_loader.utils import driver
 
 _NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream."""
 
-current_device = getattr(torch._C, "_cuda_getDevice", lambda: torch.cuda.current_device())
-"""`torch.cuda.current_device` without a look whether CUDA is there, which costs as much."""
 _raw_stream = getattr(
     torch._C, "_cuda_getCurrentRawStream", None
 )  # None without CUDA, and in stand-ins for it
