@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from gear_loader.collection.ticket_releaser import TicketReleaser
 from gear_loader.dataset.batch_filler import Filler
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
-from gear_loader.errors import GpuError, SchemaError
+from gear_loader.errors import GpuError, PriorityError, SchemaError
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.storage.counters import NUM_SAMPLED
 from gear_loader.storage.operations.view import READING
+from gear_loader.storage.queue_loops import LAST_ON
 from gear_loader.utils import driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
@@ -213,6 +215,33 @@ def test_an_update_in_a_capture_is_refused_where_one_call_queues_it() -> None:
         ):
             data.update_priority(batch, priority)
         assert cuda.machine.counts["cuMemcpyDtoDAsync_v2"] == before > 0
+        del data, batch
+        gc.collect()
+    cuda.check()
+
+
+def test_a_draw_comes_after_what_another_stream_has_done_to_the_priorities() -> None:
+    """There an error of the GPU is taken back; draws on one stream wait for nothing else."""
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        options: dict[str, Any] = {"windows": WINDOWS, "sampler": gear.Prioritized(), "prefetch": 0}
+        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
+        priority = torch.ones(4, device="cuda:1")
+        waits = []
+        for number in range(24):
+            batch = data.sample()
+            if number == 17:
+                with pytest.raises(PriorityError, match="was NaN, infinite or negative"):
+                    data.update_priority(batch, priority)
+                assert data._selected()._leaves._state[LAST_ON] == 0  # type: ignore[attr-defined]
+            else:
+                data.update_priority(batch, priority * (math.nan if number == 16 else 1))
+            waits.append(cuda.machine.counts["cuStreamWaitEvent"])
+        each = [after - before for before, after in itertools.pairwise(waits)]
+        # Of a draw and an update: for the consumer, the update's tensors, and that its memory is free again.
+        assert (each[13], each[-1]) == (3, 3)
+        assert each[17] == 3  # for the other stream, instead of an update
         del data, batch
         gc.collect()
     cuda.check()
