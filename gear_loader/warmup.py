@@ -312,7 +312,7 @@ def _queueing() -> None:
         (queue_loops.queue_prioritized, rows, row, rows, *[n] * 8, *[real] * 3, rows),
         (queue_loops.queue_drawn, rows, row, n, n, row, n, n, n, real, n, row, n),
         (queue_loops.copy_update, row, n, rows, n, n, row),
-        (queue_loops.launch_update, row, n),
+        (queue_loops.launch_update, row, n, row),
         (gathering.resolve, row, row, *index, n, n, rows, shorts, n, flag),
         (packed_lines.list_pieces, row, rows, short, *index, n, flag, flag, shorts),
         (packed_lines.list_work, shorts, rows, rows, n, n, row, n, n),

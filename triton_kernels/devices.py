@@ -18,12 +18,14 @@ no batch is being gathered.
 """
 
 _NOTHING = contextlib.nullcontext()
+current_device = getattr(torch._C, "_cuda_getDevice", lambda: torch.cuda.current_device())
+"""`torch.cuda.current_device` without its look whether CUDA is there."""
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make `device` the current device for launches."""
     # Entering the device costs the host as much as some launches.
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+    if device.type != "cuda" or current_device() == device.index:
         return _NOTHING
     return torch.cuda.device(device)
 

@@ -408,9 +408,11 @@ class Prefetcher:
         if releaser is None or self._stream is None or self._copies:
             return 0
         batch, region = buffers.queued(self._stream), self.collector.region
-        if batch is None or region.device_memory is not None:  # which has work of its own to come after
+        if batch is None:
             return 0
-        with region.using(), on_device(self.collector.device):
+        with region.using() as device_memory, on_device(self.collector.device):
+            if device_memory is not None:  # which has work of its own to come after
+                return 0
             reading, earlier = releaser.readings(buffers)
             batch.ask([each.event for each in earlier[:MOST_ASKED]])
             if not queue(buffers, item, batch):

@@ -864,21 +864,19 @@ class ReplayDataset(IterableDataset[Batch]):
                 Nothing was changed.
         """
         selection = self._by_priority("update_priority")
-        is_strict(stale)
+        strict, is_global = is_strict(stale), self._is_global
         if self._origin.is_shared and isinstance(selection, PrioritizedSelection):
             self._share(selection)
         index = as_mapping(index)
         if isinstance(index, (dict, Mapping)):
             index, generation, anchor, shard = self._names(index, generation, anchor, shard)
-        is_global = self._is_global
         if shard is not None and not is_global:
             raise SchemaError(
                 "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
             )
-        refuse_capture(self.device, "an update")
-        ours = stale == "ignore" and not is_global
-        if ours and selection.queue_update(index, priority, generation, anchor):
+        if not strict and not is_global and selection.queue_update(index, priority, generation, anchor):
             return
+        refuse_capture(self.device, "an update")
         names = {"generation": generation, "anchor": anchor} | ({"shard": shard} if is_global else {})
         with beside_captures(self.device):  # tensors may be copied to the host
             selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
@@ -943,18 +941,20 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
         """index, generation, anchor and shard of a batch's rows."""
-        wanted = ("index", "generation") + (("anchor",) if self.sampler.unit == "step" else ())
-        wanted += ("shard",) if self._is_global else ()
+        steps, is_global = self.sampler.unit == "step", self._is_global
+        if generation is anchor is shard is None:
+            try:
+                shard = batch["shard"] if is_global else None
+                return batch["index"], batch["generation"], batch["anchor"] if steps else None, shard
+            except KeyError:
+                pass  # said below
+        wanted = "index", "generation", *(("anchor",) if steps else ()), *(("shard",) if is_global else ())
         missing = [name for name in wanted if name not in batch]
-        if missing or not generation is anchor is shard is None:
-            raise SchemaError(
-                f"A mapping with the keys {list(batch)} was received as index"
-                f"{f', in which {missing} is missing' if missing else ', together with generation or anchor'}; "
-                "expected a whole batch alone, or batch['index'] with generation and anchor. Nothing was changed."
-            )
-        anchor = batch["anchor"] if "anchor" in wanted else None
-        shard = batch["shard"] if "shard" in wanted else None
-        return batch["index"], batch["generation"], anchor, shard
+        raise SchemaError(
+            f"A mapping with the keys {list(batch)} was received as index"
+            f"{f', in which {missing} is missing' if missing else ', together with generation or anchor'}; "
+            "expected a whole batch alone, or batch['index'] with generation and anchor. Nothing was changed."
+        )
 
     def rebalance(
         self,

@@ -27,6 +27,7 @@ from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.weights import SHARE, may_leave_range, out_of_range
 from gear_loader.storage import queue_loops
+from gear_loader.storage.queue_loops import LAST_ON
 from gear_loader.storage.queued import QueuedUpdate
 from gear_loader.storage.snapshot import Snapshot
 from gear_loader.utils.arrays import Array
@@ -88,7 +89,7 @@ class CudaLeaves:
         )
         self.status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self.cuda)
         self.out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self.cuda)
-        self._clean: Array = np.array([NOWHERE, 0, 0], dtype=np.int64)
+        self._state: Array = np.array([NOWHERE, 0, 0, 0], dtype=np.int64)  # see `reports`
         self._last: Any = torch.cuda.Event() if self.cuda else None  # recorded after all queued work
         self._streams: set[int] = set()  # streams that have used the tensors
         self.update: QueuedUpdate | None = None
@@ -120,6 +121,7 @@ class CudaLeaves:
         if not told:
             self.tell()
         if self.cuda:
+            self._state[LAST_ON] = 0
             self._last.record(current_stream(self.device))
 
     def launch_update(self) -> None:
@@ -133,7 +135,7 @@ class CudaLeaves:
             return
         region = self._context.table._engine.region
         with region.using(), on_device(self.device):
-            if queue_loops.launch_update(update.words, self._last.cuda_event):
+            if queue_loops.launch_update(update.words, self._last.cuda_event, self._state):
                 raise RuntimeError(f"CUDA could not queue an update: the driver returned {update.code}.")
 
     def tell(self) -> None:
@@ -144,8 +146,8 @@ class CudaLeaves:
 
     @functools.cached_property
     def reports(self) -> tuple[int, int, Array]:
-        """What tells compiled loops of errors that the GPU has reported, as `queue_drawn` takes it."""
-        return self._last.cuda_event, self.status.data_ptr(), self._clean
+        """What tells compiled loops of the work on the leaves, as `queue_drawn` takes it."""
+        return self._last.cuda_event, self.status.data_ptr(), self._state
 
     def raise_late(self, *, wait: bool = False) -> None:
         """Raise an error that the GPU has reported. The caller holds the mutex: another thread's draw or update would
@@ -282,7 +284,6 @@ _SLOTS = 4
 _KINDS = 8
 """Numbers of rows, the last ones, for which slots are kept."""
 _NAMES = ("index", "priority", "generation", "anchor")
-PART_DTYPES = torch.int64, torch.float32, torch.int64, torch.int64
 
 Parts = tuple[torch.Tensor | None, ...]
 """index, priority, generation and anchor of an update."""
@@ -298,23 +299,24 @@ class UpdateSlot:
     """
 
     def __init__(self, like: Parts) -> None:
-        self.parts: Parts = tuple(
-            None if part is None else torch.empty(part.shape, dtype=kind, device=part.device)
-            for part, kind in zip(like, PART_DTYPES, strict=True)
-        )
-        assert self.parts[0] is not None
-        self.items = torch.empty_like(self.parts[0])
+        index = like[0]
+        assert index is not None
+        count, device = index.shape[0], index.device
+        names = torch.empty((4, count), dtype=torch.int64, device=device)  # the first 3 as those of a batch
+        priority = torch.empty(count, dtype=torch.float32, device=device)
+        rows = names[0], priority, names[2], names[1]
+        self.parts: Parts = tuple(None if part is None else row for part, row in zip(like, rows, strict=True))
+        self.items = names[3]
         self.work = RepeatedWork()
         self.given: Any = torch.cuda.Event() if self.items.is_cuda else None
         self.done: Any = torch.cuda.Event() if self.items.is_cuda else None
         self._streams: set[int] = set()
         self._queued: QueuedUpdate | None = None
-        given = [part for part in self.parts if part is not None]
-        self._copies: Array = np.array(
-            [(part.data_ptr(), 0, part.numel() * part.element_size()) for part in given], dtype=np.int64
-        )
-        words: Any = self._copies.reshape(-1)
-        self._sources = memoryview(words)  # numpy takes ten times as long to store a number
+        given = [(part.data_ptr(), 0, part.nbytes) for part in self.parts if part is not None]
+        joint = [(names.data_ptr(), 0, 3 * index.nbytes), (priority.data_ptr(), 0, priority.nbytes)]
+        arrays: list[Any] = [np.array(copies, dtype=np.int64) for copies in (given, joint)]
+        # With views, because numpy takes ten times as long to store a number.
+        self._copies: list[tuple[Array, Any]] = [(array, memoryview(array.reshape(-1))) for array in arrays]
 
     def fill(self, parts: Parts, consumer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
         """Queue copies of an update's tensors on the consumer's stream, the current one, for an update on `stream`.
@@ -341,15 +343,18 @@ class UpdateSlot:
             self._queued = QueuedUpdate(graph, handle, **events)
         return self._queued
 
-    def copies(self, sources: list[int]) -> Array:
+    def copies(self, sources: list[int], joint: bool) -> Array:
         """Addresses of this memory and of an update's tensors, and their bytes, int64 [n, 3]; see `queue_update`.
 
         Args:
-            sources: addresses of the tensors that are given.
+            sources, joint: see `plain_sources`.
         """
-        for i, source in enumerate(sources):
-            self._sources[3 * i + 1] = source
-        return self._copies
+        array, words = self._copies[joint]
+        words[1], words[4] = sources[0], sources[1]
+        if not joint:
+            for i, source in enumerate(sources[2:], 2):
+                words[3 * i + 1] = source
+        return array
 
     def copy(self, parts: Parts) -> None:
         """Copy an update's tensors on the current stream."""
@@ -367,21 +372,19 @@ class UpdateSlots:
 
     def of(self, parts: Parts) -> collections.deque[UpdateSlot] | None:
         """The slots of which `take` would return the first, and put it at the end; None if it would make one."""
-        slots = self._slots.get(self._kind(parts))
-        return slots if slots is not None and len(slots) == _SLOTS else None
-
-    @staticmethod
-    def _kind(parts: Parts) -> tuple[object, ...]:
-        index, priority, generation, anchor = parts
+        index, _, generation, anchor = parts
         assert index is not None
-        return index.shape[0], priority is None, generation is None, anchor is None
+        slots = self._slots.get((index.shape[0], generation is None, anchor is None))
+        return slots if slots is not None and len(slots) == _SLOTS else None
 
     def take(self, parts: Parts) -> UpdateSlot:
         """The slot for an update's tensors, which `check_parts` has checked.
 
         New slots are allocated on the current stream, that of the consumer, which writes them first.
         """
-        kind = self._kind(parts)
+        index, _, generation, anchor = parts
+        assert index is not None
+        kind = index.shape[0], generation is None, anchor is None
         slots = self._slots.setdefault(kind, collections.deque())
         self._slots.move_to_end(kind)
         if len(self._slots) > _KINDS:
@@ -410,24 +413,38 @@ def check_parts(parts: Parts) -> None:
             )
 
 
-def plain_sources(parts: Sequence[Any], device: torch.device) -> list[int] | None:
+def plain_sources(parts: Sequence[Any], device: torch.device) -> tuple[list[int], bool] | None:
     """Addresses of the tensors of an update that are given, if a slot's memory can be a copy of theirs.
 
     Returns:
-        None if one is not on the device, of another dtype or number than index, or not one element after the other.
+        The addresses, and whether the names are those of a batch: index, anchor and generation one after another in one
+        storage, so that one copy takes them. None if one tensor is not on the device, of another dtype or number than
+        index, or not one element after the other.
     """
-    found, shape = list[int](), None
-    for part, dtype in zip(parts, PART_DTYPES, strict=True):
+    index, priority, generation, anchor = parts
+    if not isinstance(index, torch.Tensor) or not isinstance(priority, torch.Tensor):
+        return None
+    shape, plain = index.shape, torch.Tensor.is_contiguous
+    if len(shape) != 1 or priority.dtype is not torch.float32 or priority.is_neg():
+        return None
+    if priority.shape != shape or priority.device != device or not plain(priority):
+        return None
+    found = [0, priority.data_ptr()]
+    for part in index, generation, anchor:
         if part is None:
             continue
-        if not isinstance(part, torch.Tensor) or part.dtype != dtype or part.device != device:
+        if not isinstance(part, torch.Tensor) or part.dtype is not torch.int64 or part.shape != shape:
             return None
-        if shape is None:
-            shape = part.shape
-        if part.ndim != 1 or part.shape != shape or not part.is_contiguous() or part.is_neg():
+        if part.device != device or not plain(part):
             return None
         found.append(part.data_ptr())
-    return None if parts[0] is None else found
+    found[0] = found.pop(2)
+    if generation is None:
+        return found, False
+    first, size = found[0], index.nbytes
+    joint = found[2] == first + 2 * size and (anchor is None or found[3] == first + size)
+    joint = joint and index.untyped_storage()._cdata == generation.untyped_storage()._cdata
+    return found, joint
 
 
 def _with_sign(part: torch.Tensor) -> torch.Tensor:

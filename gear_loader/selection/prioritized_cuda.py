@@ -140,10 +140,12 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 copy = replaced.memory.data_ptr()
             keys = draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)
             update = on.update
-            joins = update is not None and update.waits and update.stream == batch.stream
-            if update is not None and update.waits and not joins:
-                on.launch_update()
-            first = (update.words, batch.joined(update)) if update is not None and joins else (_NO_UPDATE, 0)
+            first = _NO_UPDATE, 0
+            if update is not None and update.waits:
+                if update.stream == batch.stream:
+                    first = update.words, batch.joined(update)
+                else:
+                    on.launch_update()
             given = *on.reports, *keys, sampler.beta_at(draw.number), copy, *first
             samples = context.samples(draw.count)
             if not reader.queue_inline(
@@ -271,7 +273,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         given = [index, priority, generation, anchor]
         with self.priorities.mutex:
             self._leaves.raise_late()
-        if stale == "error" or not all(part is None or self._is_here(part) for part in given):
+        given_here = all(self._is_here(part) for part in given if part is not None)
+        if stale == "error" or index is None or priority is None or not given_here:
             new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
             checked_leaves(self.context.sampler, new.priorities)
             if stale == "error":
@@ -291,8 +294,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def queue_update(self, *parts: Any) -> bool:
         """See `Selection.queue_update`. Where one call has queued the last draw, it is launched with the next one."""
-        sources = plain_sources(parts, self._device)
-        if sources is None:
+        plain = plain_sources(parts, self._device)
+        if plain is None:
             return False
         with self.priorities.mutex, self.context.table._engine.region.using(), on_device(self._device):
             priorities, slots = self.priorities, self._updates.of(parts)
@@ -307,7 +310,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             leaves = self._leaves
             leaves.launch_update()
             leaves.update = update
-            result = copy_update(update.words, consumer.cuda_stream, slot.copies(sources), *leaves.reports)
+            result = copy_update(update.words, consumer.cuda_stream, slot.copies(*plain), *leaves.reports)
             if result == IN_STEPS:
                 return False
             if result == REFUSED:

@@ -38,20 +38,23 @@ FUNCTIONS = {
             "cuEventRecord",
             "cuMemcpyDtoDAsync_v2",
             "cuThreadExchangeStreamCaptureMode",
+            "cuStreamIsCapturing",
         )
     )
 }
 """Functions of the driver, by their places in the words of a batch and of an update."""
-_QUERY, _WAIT, _LAUNCH, _RECORD, _COPY, _EXCHANGE = range(6)
-SELF, MODE, STREAM, GRAPH, FILLED, RELEASED, CODE, ASKED, READ, EARLIER = range(6, 16)
+_QUERY, _WAIT, _LAUNCH, _RECORD, _COPY, _EXCHANGE, _CAPTURING = range(7)
+SELF, MODE, STREAM, GRAPH, FILLED, RELEASED, CODE, ASKED, READ, EARLIER = range(7, 17)
 MOST_ASKED = 2
 """Events of earlier batches that a loop asks for, from EARLIER on."""
-NAMES, CAPACITY, COUNT, WEIGHTS, PACKED = range(17, 22)
-EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(22, 28)  # of padded batches
-RANDOM, BETA, MEMORY, BYTES = range(28, 32)  # of batches that the GPU draws
-WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(22, 28)  # of packed batches
-LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(28, 35)
-WORDS = 35
+NAMES, CAPACITY, COUNT, WEIGHTS, PACKED = range(18, 23)
+EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(23, 29)  # of padded batches
+RANDOM, BETA, MEMORY, BYTES = range(29, 33)  # of batches that the GPU draws
+WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(23, 29)  # of packed batches
+LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(29, 36)
+WORDS = 36
+LAST_ON = 3
+"""Place in the `state` of `queue_drawn`, after those of the GPU's status."""
 GIVEN, DONE, WAITS = FILLED, RELEASED, NAMES
 """Of an update: its two events, and whether its tensors are copied, and it is not launched yet."""
 
@@ -99,17 +102,17 @@ def _look(words: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _launch(words: Any, ended: Any, copy: Any, update: Any, joined: Any) -> Any:
+def _launch(words: Any, ended: Any, state: Any, copy: Any, update: Any, joined: Any) -> Any:
     """Queue the graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
 
     Args:
-        ended, copy, update, joined: see `queue_drawn`; 0: there is none.
+        ended, state, copy, update, joined: see `queue_drawn`; 0: there is none.
     """
     stream, graph, code = words[STREAM], words[GRAPH], 0
     waits = ended != 0 and update[WAITS] != 0
     if words[RELEASED] != 0:
         code = call(words[_WAIT], stream, words[RELEASED], 0, 0)
-    if code == 0 and ended != 0:
+    if code == 0 and ended != 0 and state[LAST_ON] != stream:
         code = call(words[_WAIT], stream, ended, 0, 0)
     if code == 0 and waits:
         code = call(words[_WAIT], stream, update[GIVEN], 0, 0)
@@ -128,6 +131,7 @@ def _launch(words: Any, ended: Any, copy: Any, update: Any, joined: Any) -> Any:
         code = call(words[_RECORD], words[FILLED], stream, 0, 0)
     if code == 0 and ended != 0:
         code = call(words[_RECORD], ended, stream, 0, 0)
+        state[LAST_ON] = stream
     words[CODE] = code
     return 0 if code == 0 else REFUSED
 
@@ -257,7 +261,8 @@ def queue_uniform(  # type: ignore[no-untyped-def]
     code = 0
     for i in range(count):
         if code == 0:
-            code = _launch(_words(members[1 + i]), 0, 0, _words(members[1 + i]), 0)
+            words = _words(members[1 + i])
+            code = _launch(words, 0, words, 0, words, 0)
     return code
 
 
@@ -285,27 +290,29 @@ def queue_prioritized(  # type: ignore[no-untyped-def]
         count = words[COUNT]
         carray(pointer(words[WEIGHTS]), (count,), np.float32)[:] = drawn[4].view(np.float32)[:count]
     bad = _look_up(index, words, drawn, block_steps, num_blocks)
-    return bad if bad != 0 else _launch(words, 0, 0, words, 0)
+    return bad if bad != 0 else _launch(words, 0, words, 0, words, 0)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _reported(words: Any, ended: Any, status: Any, clean: Any) -> Any:
-    """Whether earlier work has ended and reported an error; see `CudaLeaves.raise_late`."""
-    if _query(words, ended, 0)[0] != 0:
+def _reported(words: Any, ended: Any, status: Any, state: Any) -> Any:
+    """Whether earlier work has ended and reported an error; see `CudaLeaves.raise_late`. Mostly there is none, and the
+    driver is not asked."""
+    if np.all(carray(pointer(status), (LAST_ON,), np.int64) == state[:LAST_ON]):
         return False
-    return np.any(carray(pointer(status), (len(clean),), np.int64) != clean)
+    return _query(words, ended, 0)[0] == 0
 
 
 @functools.partial(compiled, nogil=False)
 def queue_drawn(  # type: ignore[no-untyped-def]
-    index, words, ended, status, clean, leaf_key, step, anchor_key, beta, copy, update, joined
+    index, words, ended, status, state, leaf_key, step, anchor_key, beta, copy, update, joined
 ):
     """Let a GPU draw a batch by priority, and gather it.
 
     Args:
         index: as for `queue_uniform`. words: of a `QueuedBatch` whose graph draws.
         ended: event that is recorded after all work on the priorities. status: address of pinned int64, which that
-            writes. clean: int64, what they are without an error.
+            writes. state: int64 [4], what they are without an error; then the stream on which `ended` was recorded, if
+            a loop has recorded it there, else 0: later work on the same stream need not wait.
         leaf_key, step, anchor_key, beta: what the draw reads. copy: address on the GPU that gets a copy of the rows; 0:
             none does.
         update: words of a `QueuedUpdate` on the same stream; if it waits, it is launched before the draw.
@@ -317,26 +324,28 @@ def queue_drawn(  # type: ignore[no-untyped-def]
     looked = _look(words)
     if looked != 0:
         return looked
-    if _reported(words, ended, status, clean):
+    if _reported(words, ended, status, state):
         return IN_STEPS
     random = carray(pointer(words[RANDOM]), (3,), np.int64)
     random[0], random[1], random[2] = leaf_key, step, anchor_key
     carray(pointer(words[BETA]), (1,), np.float32)[0] = beta
-    return _launch(words, ended, copy, update, joined)
+    return _launch(words, ended, state, copy, update, joined)
 
 
 @functools.partial(compiled, nogil=False)
-def copy_update(words, consumer, copies, ended, status, clean):  # type: ignore[no-untyped-def]
+def copy_update(words, consumer, copies, ended, status, state):  # type: ignore[no-untyped-def]
     """Copy the tensors of an update on the stream that has written them; from here on it waits.
 
     Args:
         words: of a `QueuedUpdate`. consumer: stream that has written the tensors.
-        copies: int64 [n, 3], target, source and bytes. ended, status, clean: as for `queue_drawn`.
+        copies: int64 [n, 3], target, source and bytes. ended, status, state: as for `queue_drawn`.
 
     Returns:
-        0, IN_STEPS or REFUSED.
+        0, IN_STEPS or REFUSED. IN_STEPS also if the stream is capturing, which `refuse_capture` says.
     """
-    if _reported(words, ended, status, clean):
+    words[MODE] = 0
+    call(words[_CAPTURING], consumer, words[SELF] + 8 * MODE, 0, 0)  # an error is left to the next call
+    if words[MODE] != 0 or _reported(words, ended, status, state):
         return IN_STEPS
     code = call(words[_WAIT], consumer, words[DONE], 0, 0)
     for i in range(len(copies)):
@@ -349,17 +358,17 @@ def copy_update(words, consumer, copies, ended, status, clean):  # type: ignore[
 
 
 @functools.partial(compiled, nogil=False)
-def launch_update(words, ended):  # type: ignore[no-untyped-def]
+def launch_update(words, ended, state):  # type: ignore[no-untyped-def]
     """Launch an update that waits, on its own stream; 0 or REFUSED.
 
     Args:
-        words: of a `QueuedUpdate`. ended: as for `queue_drawn`.
+        words: of a `QueuedUpdate`. ended, state: as for `queue_drawn`.
     """
     if words[WAITS] == 0:
         return 0
     stream = words[STREAM]
     code = call(words[_WAIT], stream, words[GIVEN], 0, 0)
-    if code == 0:
+    if code == 0 and state[LAST_ON] != stream:
         code = call(words[_WAIT], stream, ended, 0, 0)
     if code == 0:
         code = call(words[_LAUNCH], words[GRAPH], stream, 0, 0)
@@ -368,5 +377,6 @@ def launch_update(words, ended):  # type: ignore[no-untyped-def]
         code = call(words[_RECORD], words[DONE], stream, 0, 0)
     if code == 0:
         code = call(words[_RECORD], ended, stream, 0, 0)
+        state[LAST_ON] = stream
     words[CODE] = code
     return 0 if code == 0 else REFUSED

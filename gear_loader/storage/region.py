@@ -719,7 +719,8 @@ class _Using:
             mapping.sweep()
 
     def __del__(self) -> None:
-        self._give_back()
+        if self._taken:
+            self._give_back()
 
     def _give_back(self) -> None:
         if self._taken:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from gear_loader.kernels.devices import current_device
 from gear_loader.utils import driver
 
 _NON_BLOCKING = 1
@@ -37,7 +38,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 @contextlib.contextmanager
 def on_stream(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
     """Make a device and one of its streams the current ones. Does not wait for the GPU."""
-    if _raw_stream is None or torch.cuda.current_device() != device.index:
+    if _raw_stream is None or current_device() != device.index:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             yield
         return

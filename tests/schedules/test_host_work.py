@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from gear_loader.collection.ticket_releaser import TicketReleaser
 from gear_loader.dataset.batch_filler import Filler
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shards import Shards
+from gear_loader.errors import GpuError, PriorityError, SchemaError
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.storage.counters import NUM_SAMPLED
 from gear_loader.storage.operations.view import READING
+from gear_loader.storage.queue_loops import LAST_ON
 from gear_loader.utils import driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
@@ -153,7 +156,95 @@ def test_a_batch_drawn_by_priority_on_the_gpu(unit: Any, updates: bool) -> None:
     """The copies to the host are the status of the tree, 32 bytes. An update and the next draw are one graph."""
     kernels = {"draw": 1, "weigh": 1, "resolve": 1, "gather": 1, "clone": 0, "replays": 1}
     kernels |= {"locate": int(updates), "update": int(updates), "joined": int(updates)}
+    # An update's names are one copy, and its priorities. The driver is asked for errors only where there is one.
+    kernels |= {
+        "cuMemcpyDtoDAsync_v2": 1 + 2 * updates,
+        "cuEventQuery": 2,
+        "cuStreamIsCapturing": int(updates),
+    }
+    kernels |= {"cuStreamWaitEvent": 1 + 2 * updates, "cuEventRecord": 2 + 2 * updates}
     check(of_table(gear.Prioritized(unit=unit), updates), (0, 1 + updates), kernels)
+
+
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+def test_names_that_do_not_lie_in_one_batch_are_copied_one_by_one(unit: Any) -> None:
+    """And are those that count: here of rows in another order than the batch's."""
+    cuda = Cuda(0, "eager")
+    sampler, names = gear.Prioritized(1.0, unit=unit), ["index", "generation"] + ["anchor"] * (unit == "step")
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        options: dict[str, Any] = {"batch_size": 4, "windows": WINDOWS, "sampler": sampler, "prefetch": 0}
+        data, host = (gear.ReplayDataset(table, device=each, **options) for each in ("cuda:1", "cpu"))
+        for number in range(24):
+            batch, other = data.sample(), host.sample()
+            compare(number, on_host(cloned(dict(batch))), dict(other))
+            name = names[number % len(names)]
+            given = [{key: each[key] for key in names} for each in (batch, other)]
+            if number >= 16:  # the index of a batch, with a part that lies elsewhere
+                for each in given:
+                    each[name] = each[name].clone()
+            if number >= 20:
+                given = [{key: each[key].flip(0) for key in names} for each in given]
+            before = cuda.machine.counts["cuMemcpyDtoDAsync_v2"]
+            for each, rows, device in zip((data, host), given, ("cuda:1", "cpu"), strict=True):
+                each.update_priority(rows.pop("index"), torch.arange(1.0, 5, device=device), **rows)
+            copies = cuda.machine.counts["cuMemcpyDtoDAsync_v2"] - before
+            if number >= 14:
+                with pytest.raises(SchemaError, match="priority is None; expected numbers"):
+                    data.update_priority(batch, None)
+                assert copies == (2 if number < 16 else 1 + len(names))
+        del data, host
+        gc.collect()
+    cuda.check()
+
+
+def test_an_update_in_a_capture_is_refused_where_one_call_queues_it() -> None:
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        options: dict[str, Any] = {"windows": WINDOWS, "sampler": gear.Prioritized(), "prefetch": 0}
+        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
+        priority = torch.ones(4, device="cuda:1")
+        for _ in range(16):
+            batch = data.sample()
+            data.update_priority(batch, priority)
+        before = cuda.machine.counts["cuMemcpyDtoDAsync_v2"]
+        with (
+            cuda.capturing(cuda.current_stream("cuda:1")),
+            pytest.raises(GpuError, match="and an update cannot be part of one"),
+        ):
+            data.update_priority(batch, priority)
+        assert cuda.machine.counts["cuMemcpyDtoDAsync_v2"] == before > 0
+        del data, batch
+        gc.collect()
+    cuda.check()
+
+
+def test_a_draw_comes_after_what_another_stream_has_done_to_the_priorities() -> None:
+    """There an error of the GPU is taken back; draws on one stream wait for nothing else."""
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table() as table:
+        cuda.threads.frequency = 0.0
+        options: dict[str, Any] = {"windows": WINDOWS, "sampler": gear.Prioritized(), "prefetch": 0}
+        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
+        priority = torch.ones(4, device="cuda:1")
+        waits = []
+        for number in range(24):
+            batch = data.sample()
+            if number == 17:
+                with pytest.raises(PriorityError, match="was NaN, infinite or negative"):
+                    data.update_priority(batch, priority)
+                assert data._selected()._leaves._state[LAST_ON] == 0  # type: ignore[attr-defined]
+            else:
+                data.update_priority(batch, priority * (math.nan if number == 16 else 1))
+            waits.append(cuda.machine.counts["cuStreamWaitEvent"])
+        each = [after - before for before, after in itertools.pairwise(waits)]
+        # Of a draw and an update: for the consumer, the update's tensors, and that its memory is free again.
+        assert (each[13], each[-1]) == (3, 3)
+        assert each[17] == 3  # for the other stream, instead of an update
+        del data, batch
+        gc.collect()
+    cuda.check()
 
 
 CHANGING: dict[str, tuple[Any, Any]] = {

@@ -64,6 +64,9 @@ _COMPILED: dict[str, Callable[..., int]] = {
     "cuThreadExchangeStreamCaptureMode": lambda cuda, mode, *_: cuda.cuThreadExchangeStreamCaptureMode(
         ctypes.byref(ctypes.c_int.from_address(mode))
     ),
+    "cuStreamIsCapturing": lambda cuda, stream, status, *_: cuda.cuStreamIsCapturing(
+        stream, ctypes.byref(ctypes.c_int.from_address(status))
+    ),
 }
 """How compiled loops call the functions."""
 
@@ -95,6 +98,7 @@ class GraphCalls:
         """The address of a function, which compiled loops call with four numbers; what it raises is a failure."""
 
         def called(*given: int) -> int:
+            self.machine.counts[name] += 1  # type: ignore[attr-defined]
             try:
                 return _COMPILED[name](self, *given)
             except BaseException as error:
