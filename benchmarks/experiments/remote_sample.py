@@ -10,7 +10,8 @@ Each way checks what it gets to the byte before it is measured. Everything is on
 With ``--network namespaces``, as root, the stores are in one network namespace, and learners and writers in another,
 with the bandwidth and latency that one asks for. With ``--writers N`` as many processes add whole trajectories to each
 way's store while batches of it are measured; those of the carrier send as many bytes to a socket. `batch_p50` and
-`batch_p99` are the seconds of one batch, medians over turns; `added`: trajectories that writers added in a second.
+`batch_p99` are the seconds of one batch, medians over turns; `added`: trajectories that writers added in a second;
+`covered`: the share of the measurement in which they did.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -88,7 +90,19 @@ def command(
                 variants = [variant for variant in found if variant is not None]
                 others = [variant.name for variant in variants if variant.name == _REVERB]
                 parameters = {"batch": batch, "trajectories": count, "row_bytes": workload.row_bytes, **about}
-                session.compare(part, part, variants, _CARRIER, parameters, others, unit="rows")
+                session.compare(
+                    part, _label(part, about), variants, _CARRIER, parameters, others, unit="rows"
+                )
+
+
+def _label(part: str, about: Mapping[str, Any]) -> str:
+    writers, gbit = about["writers"], about["bandwidth_gbit"]
+    words = [part]
+    if writers:
+        words.append(f"{writers} {'writer' if writers == 1 else 'writers'}")
+    if about["network"] == Network.namespaces.value:
+        words.append("namespaces" if gbit is None else f"{gbit:g} Gbit/s")
+    return ", ".join(words)
 
 
 class Nodes(NamedTuple):
@@ -144,11 +158,11 @@ class _Way:
             if group is None:
                 answer = self._ask(count)
             else:
-                self.process.send("measure", batches=count)
-                group.start(short)
-                answer = self.process.receive()
-                medians.note(added=group.rate())
-                short = 1.2 * answer["seconds"]  # as long as it takes beside them
+                begin = group.start(2 * short)  # read while all of them write
+                time.sleep(max(0.0, begin - time.monotonic()) + 0.2 * short)
+                answer = self._ask(count)
+                medians.note(added=group.rate(), covered=min(1.0, 1.8 * short / answer["seconds"]))
+                short = max(short, answer["seconds"])
             medians.note(**{each: answer[each] for each in ("batch_p50", "batch_p99")})
             return float(answer["seconds"])
 

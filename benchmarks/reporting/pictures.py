@@ -83,7 +83,7 @@ _PICTURES: dict[
     ),
     "remote-sample": (
         partial(bars.draw_panels, "remote-sample"),
-        "Batches of a table of another process over loopback; whiskers from p10 to p90.",
+        "Batches of a table of another process, over loopback or a slower link; whiskers from p10 to p90.",
     ),
     "checkpoint": (
         bars.draw_checkpoint,
