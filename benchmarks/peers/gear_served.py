@@ -34,9 +34,8 @@ class Served(batches.Subject):
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         name = f"bench-served-{os.getpid()}-{secrets.token_hex(4)}"
-        lengths = np.resize(
-            source.lengths, len(source) + len(source) // 10
-        )  # so that readers may keep what is evicted
+        more = max(len(source) // 10, 1024)  # so that readers may keep what is evicted
+        lengths = np.resize(source.lengths, len(source) + more)
         self._table = table_of(source.columns, lengths, name=name, on_full="evict_oldest")
         for first, stacked in source.stacked(batches.CHUNK):
             count = len(stacked[source.mark])
