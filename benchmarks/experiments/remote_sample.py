@@ -191,24 +191,14 @@ class _Way:
         return self.process.ask("measure", batches=batches)
 
     def _spec(self) -> dict[str, Any]:
-        spec: dict[str, Any] = {
-            "columns": {column: list(shape) for column, shape in self.workload.columns},
-            "steps": self.workload.steps,
-            "trajectories": self.workload.trajectories,
-            "window": self.workload.steps,
-            "seed": SEED,
-        }
+        """Of the store, and of its writers, who add what is there: so what is read can be checked as before."""
+        spec = specify(self.workload, batch=1, seed=SEED)
+        spec |= {"window": self.workload.steps, "sources": max(1, self.workload.trajectories // 64)}
         if self.nodes is not None:
-            spec |= {"host": self.nodes.store.host, "namespace": self.nodes.store.prefix[-1]}
+            spec |= {"host": self.nodes.store.host, "namespace": self.nodes.store.namespace}
         return spec
 
     def _group(self, crews: tuple[Crew, Crew | None], address: Any) -> Group:
-        """Writers that add what the store has already, so that what is read can be checked as before."""
         crew, store = crews
-        spec = specify(self.workload, batch=1, seed=SEED) | {
-            "sources": max(1, self.workload.trajectories // 64)
-        }
-        if self.nodes is not None:
-            spec["host"] = self.nodes.store.host
         own = None if store is None else store.start()[0]
-        return Group(crew, spec, "whole", self.writers, fill=False, address=address, store=own)
+        return Group(crew, self._spec(), "whole", self.writers, fill=False, address=address, store=own)

@@ -17,10 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
-import os
-import secrets
-import subprocess
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -30,8 +26,8 @@ from benchmarks.harness import Medians, Session, Variant
 from benchmarks.nodes.job import Bandwidth, Latency, Network, Node, Placed, check_limits, namespaces
 from benchmarks.options import described, experiment, numbers
 from benchmarks.peers.catalog import peers_of
+from benchmarks.peers.source import elsewhere
 from benchmarks.workloads import W1
-from gear_loader.transport.urls import url_of
 
 TRAJECTORIES = 2_000
 MODES = {
@@ -107,20 +103,9 @@ class Place:
     @contextlib.contextmanager
     def serving(self, table: gear.Table) -> Iterator[list[str]]:
         """A server of our table; its url and secret."""
-        if self.store is None:
-            with table.serve() as server:
-                yield [server.url, server.secret.decode()]
-            return
-        secret, name = os.environ.get("GEAR_LOADER_SECRET", secrets.token_hex(16)), str(table.name)
-        words = ("serve", name, "--listen", f"{self.store.host}:0", "--allow", "write")
-        command = self.store.command("gear_loader", *words, GEAR_LOADER_SECRET=secret)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                address = json.loads(process.stdout.readline())["addresses"]["socket"]
-                yield [url_of(address, name), secret]
-            finally:
-                process.terminate()
+        node = self.store or Node("this one")
+        with elsewhere(node.namespace, lambda: table.serve(host=node.host)) as server:
+            yield [server.url, server.secret.decode()]
 
 
 def _kinds(

@@ -67,6 +67,11 @@ class Node:
     device: str = "lo"
     prefix: tuple[str, ...] = ()
 
+    @property
+    def namespace(self) -> str | None:
+        """Its network namespace; None of processes side by side."""
+        return self.prefix[-1] if self.prefix else None
+
     def command(self, module: str, *arguments: str, **environment: str) -> list[str]:
         """How a module is run there; variables that the user has set stay as they are."""
         given = {"GLOO_SOCKET_IFNAME": self.device, **environment}

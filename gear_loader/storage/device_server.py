@@ -153,9 +153,8 @@ class BlockClient:
         numbers = len(ids), len(first), len(places)
         begin = 8 * (-(-numbers[0] // 2) + 2 * numbers[1] + numbers[2])
         rows = _row_places(layout, list(places), steps, begin)
-        if (
-            self._pid != os.getpid()
-        ):  # a forked child, to which connection and mutex of the parent are of no use
+        if self._pid != os.getpid():
+            # A forked child, to which connection and mutex of the parent are of no use.
             self._mutex, self._pid = new_mutex(), os.getpid()
             self.close()
         with self._mutex:
