@@ -12,6 +12,9 @@ with the bandwidth and latency that one asks for. With ``--writers N`` as many p
 way's store while batches of it are measured; those of the carrier send as many bytes to a socket. `batch_p50` and
 `batch_p99` are the seconds of one batch, medians over turns; `added`: trajectories that writers added in a second;
 `covered`: the share of the measurement in which they did.
+
+With ``--beside`` ours is also measured, in turn and on the same store, while another process has learners of the same
+server that behave badly (see `benchmarks.peers.gear_beside`). `acts`: how often they did while they were measured.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from benchmarks.batches import SEED
 from benchmarks.harness import Medians, Session, Variant
 from benchmarks.nodes.job import Bandwidth, Latency, Network, Node, Placed, check_limits, namespaces
 from benchmarks.options import described, experiment, some_of
+from benchmarks.peers.gear_beside import IDLE, LIES
 from benchmarks.peers.process import PeerProcess, start
 from benchmarks.workloads import STEPS, W1, Workload
 
@@ -40,6 +44,13 @@ _WRITERS = {
     "ours": ("ours", "gear_remote"),
     _REVERB: ("Reverb", "reverb"),
 }
+BESIDE = {
+    "slow": "a slow learner",
+    "lying": f"a learner that lies {LIES} times a second",
+    "idle": f"{IDLE} idle learners",
+}
+"""What ours is measured beside; it should keep `KEPT` of its speed."""
+KEPT = 0.9
 GOALS = {_REVERB: 5.0}
 """Shares that ours should reach; between namespaces also 0.9 of the carrier for whole trajectories."""
 WORKLOADS = {"W1": W1.of(4_000), "transitions": dataclasses.replace(STEPS, steps=1, trajectories=20_000)}
@@ -56,6 +67,7 @@ def command(
         int | None, typer.Option(min=16, help="4,000 of W1 and 20,000 transitions by default.")
     ] = None,
     writers: Annotated[int, described("Processes that add meanwhile.", min=0, max=64)] = 0,
+    beside: Annotated[str, typer.Option(help=f"Some of {','.join(BESIDE)}; none by default.")] = "",
     network: Placed = Network.processes,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
@@ -63,7 +75,14 @@ def command(
     """Batches of a learner from a table of another process, beside Reverb's client and a bare socket."""
     chosen = some_of(parts, tuple(WORKLOADS), "--parts")
     check_limits(network, bandwidth, latency)
-    about = {"network": network.value, "bandwidth_gbit": bandwidth, "latency_us": latency, "writers": writers}
+    named = some_of(beside, tuple(BESIDE), "--beside") if beside else []
+    about = {
+        "network": network.value,
+        "bandwidth_gbit": bandwidth,
+        "latency_us": latency,
+        "writers": writers,
+        "beside": named,
+    }
     session.configure(batch=batch, parts=chosen, trajectories=trajectories, seed=SEED, **about)
     with contextlib.ExitStack() as stack:
         nodes = None
@@ -78,6 +97,11 @@ def command(
         }
         processes = stack.enter_context(session.processes(launches, required=(_CARRIER, "ours")))
         crews = {name: stack.enter_context(_crews(session, name, nodes)) for name in processes}
+        bad = {
+            name: functools.partial(start, None, "gear_beside", "gear_beside", name, prefix=prefix)
+            for name in named
+        }
+        learners = stack.enter_context(session.processes(bad, required=named))
         for part in session.each("remote-sample", chosen, str):
             count = trajectories or (300 if session.quick else WORKLOADS[part].trajectories)
             workload = WORKLOADS[part].of(count)
@@ -87,8 +111,11 @@ def command(
                     way = _Way(name, process, workload, batch, nodes, writers)
                     made = functools.partial(way.variant, session, crews[name], groups)
                     found.append(session.attempt(f"{name}, {part}", made, required=name != _REVERB))
+                    if name == "ours":
+                        found += [way.beside(found[-1], each, learners[each]) for each in named]
                 variants = [variant for variant in found if variant is not None]
-                others = [variant.name for variant in variants if variant.name == _REVERB]
+                references = {_REVERB, "ours"} if named else {_REVERB}
+                others = [variant.name for variant in variants if variant.name in references]
                 parameters = {"batch": batch, "trajectories": count, "row_bytes": workload.row_bytes, **about}
                 session.compare(
                     part, _label(part, about), variants, _CARRIER, parameters, others, unit="rows"
@@ -100,6 +127,8 @@ def _label(part: str, about: Mapping[str, Any]) -> str:
     words = [part]
     if writers:
         words.append(f"{writers} {'writer' if writers == 1 else 'writers'}")
+    if about["beside"]:
+        words.append("beside others")
     if about["network"] == Network.namespaces.value:
         words.append("namespaces" if gbit is None else f"{gbit:g} Gbit/s")
     return ", ".join(words)
@@ -129,7 +158,10 @@ def _crews(session: Session, name: str, nodes: Nodes | None) -> Iterator[tuple[C
 
 @dataclasses.dataclass
 class _Way:
-    """A way of reading: in which process, what, where its store is, and how many write to it meanwhile."""
+    """A way of reading: in which process, what, where its store is, and how many write to it meanwhile.
+
+    The last four are set by `variant`: address of the store; writers; batches of a measurement, and its seconds about.
+    """
 
     name: str
     process: PeerProcess
@@ -137,35 +169,25 @@ class _Way:
     batch: int
     nodes: Nodes | None
     writers: int
+    address: Any = None
+    group: Group | None = None
+    count: int = 0
+    seconds: float = 0.0
 
     def variant(
         self, session: Session, crews: tuple[Crew, Crew | None], groups: contextlib.ExitStack
     ) -> Variant:
         """It, filled, and in its fastest setting."""
-        address = self.process.ask("build", spec=self._spec())["address"]
+        address = self.address = self.process.ask("build", spec=self._spec())["address"]
         setting = self.process.ask("prepare", batch=self.batch)["setting"]
-        count, short = 4, 0.02 if session.quick else 0.3
-        while (seconds := self._ask(count)["seconds"]) < short / 4 and count < 1 << 14:
+        count, self.seconds = 4, 0.02 if session.quick else 0.3
+        while (seconds := self._ask(count)["seconds"]) < self.seconds / 4 and count < 1 << 14:
             count *= 2
-        count = max(2, round(count * short / seconds))
-        group, medians, ours = None, Medians(), self.name == "ours"
+        self.count = max(2, round(count * self.seconds / seconds))
         if self.writers:
-            group = self._group(crews, address)
-            groups.callback(group.close)
-
-        def measure() -> float:
-            nonlocal short
-            if group is None:
-                answer = self._ask(count)
-            else:
-                begin = group.start(2 * short)  # read while all of them write
-                time.sleep(max(0.0, begin - time.monotonic()) + 0.2 * short)
-                answer = self._ask(count)
-                medians.note(added=group.rate(), covered=min(1.0, 1.8 * short / answer["seconds"]))
-                short = max(short, answer["seconds"])
-            medians.note(**{each: answer[each] for each in ("batch_p50", "batch_p99")})
-            return float(answer["seconds"])
-
+            self.group = self._group(crews, address)
+            groups.callback(self.group.close)
+        medians, ours = Medians(), self.name == "ours"
         goals = (
             {**GOALS, _CARRIER: 0.9} if self.nodes is not None and self.workload.name == W1.name else GOALS
         )
@@ -174,15 +196,44 @@ class _Way:
             about = {"peer": {**self.process.about, **about}}
         return Variant(
             self.name,
-            measure,
+            lambda: self._measure(medians),
             self._check,
             self.batch,
-            count,
+            self.count,
             about,
             goals if ours else {},
             required=self.name != _REVERB,
             extras=medians,
         )
+
+    def beside(self, alone: Variant, name: str, learners: PeerProcess) -> Variant:
+        """The same as `alone`, a variant of this way, while learners in that process behave badly."""
+        learners.ask("build", spec=self._spec(), address=self.address, rows=min(self.batch, 16))
+        medians = Medians()
+
+        def measure() -> float:
+            learners.ask("begin")
+            try:
+                seconds = self._measure(medians)
+            finally:
+                medians.note(acts=learners.ask("end")["acts"])
+            return seconds
+
+        changed = {"parameters": {**alone.parameters, "beside": name}, "targets": {alone.name: KEPT}}
+        title = f"{alone.name}, beside {BESIDE[name]}"
+        return dataclasses.replace(alone, name=title, measure=measure, extras=medians, **changed)
+
+    def _measure(self, medians: Medians) -> float:
+        short = self.seconds
+        if self.group is not None:
+            begin = self.group.start(2 * short)  # read while all of them write
+            time.sleep(max(0.0, begin - time.monotonic()) + 0.2 * short)
+        answer = self._ask(self.count)
+        if self.group is not None:
+            medians.note(added=self.group.rate(), covered=min(1.0, 1.8 * short / answer["seconds"]))
+            self.seconds = max(short, answer["seconds"])
+        medians.note(**{each: answer[each] for each in ("batch_p50", "batch_p99")})
+        return float(answer["seconds"])
 
     def _check(self) -> None:
         self.process.ask("check", times=2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from benchmarks_common import call, check_row, reasons_of, rows_of
 
-from benchmarks.experiments import scaling, train
+from benchmarks.experiments import remote_sample, scaling, train
 from gear_loader.storage import shared_memory
 
 IN_PROCESS = {"memcpy", "ours", "ours, prefetch 2", "ours, sample", "plain torch"}
@@ -21,6 +21,7 @@ SELECTED = {"ours, tree", "ours, with extremes", "ours, dataset", "torch.multino
 ADDED, READ = {"memcpy", "ours", "torch"}, {"0 writers", "2 writers"}
 FED = {"alone", "ours, prefetch 0", "ours, prefetch 2", "ours, prefetch 2, DataLoader", "plain torch"}
 LOADED = {"read", "read, kept", "ours", "torch.load", "cpprb"}
+BESIDE = {f"ours, beside {remote_sample.BESIDE[name]}" for name in ("slow", "lying")}
 RATIOS = {"no limit", *(f"{n} trajectory" for n in ("1 row a", "8 rows a", "64 rows a"))}
 
 TRANSITIONS = {
@@ -81,8 +82,8 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         "left out: Reverb: ",
     ),
     "remote-sample": (
-        "--threads 1 --trajectories 300 --batch 64 --writers 1 --peers PEERS",
-        {key: {"carrier", "ours"} for key in ("W1", "transitions")},
+        "--threads 1 --trajectories 300 --batch 64 --writers 1 --beside slow,lying --peers PEERS",
+        {key: {"carrier", "ours", *BESIDE} for key in ("W1", "transitions")},
         "left out: Reverb, gRPC: ",
     ),
     "checkpoint": (
