@@ -118,7 +118,8 @@ class RequestBatcher:
             self.stats.accepted += 1
             self._waiting.append(request)
             self._nodes_waiting += len(values)
-            self._changed.notify_all()
+            if len(self._waiting) == 1 or self._nodes_waiting >= self.max_batch:  # others change nothing yet
+                self._changed.notify_all()
         return request.future
 
     def close(self) -> None:
