@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
@@ -103,6 +104,7 @@ def main() -> None:
         with gear.graph.RequestBatcher(
             predictor, graph.num_nodes, max_batch=256, max_wait=0.001, max_waiting=512
         ) as batcher:
+            gc.freeze()  # else a full collection looks at all that torch has loaded, and requests wait for 150 ms
             asyncio.run(serve(batcher, predictor))
 
 
