@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -159,6 +160,7 @@ async def _serve(
     ready = {"addresses": addresses, "pid": os.getpid()}
     if metrics is not None:
         ready["metrics"] = MetricsPage(lambda: prometheus_text(_stats(server, tables)), *metrics).url
+    gc.freeze()  # else a full collection looks at all that torch and numba have loaded: all clients wait for 300 ms
     print(json.dumps(ready), flush=True)
     urls = [url_of(address, name, tls=tls) for address in addresses.values() for name in tables]
     server.log.info("serving %s at %s", ", ".join(tables), ", ".join(urls))
