@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import int64, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -196,9 +196,21 @@ def pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
-_BYTES_AHEAD = 1 << 10
-"""How far ahead a long copy past the caches requests what it reads: the processor's own prefetching ends at each page.
-Rows of 42 KB in huge pages take 0.86 to 0.88 of the time on a Xeon with 480 MiB of L3."""
+_BYTES_AHEAD = 1 << 11
+"""How far ahead a long copy requests what it reads: the processor's own prefetching ends at each page. Past the caches,
+rows of 42 KB in huge pages take 0.86 to 0.88 of the time on a Xeon with 480 MiB of L3; others 0.95 on an EPYC, where a
+kilobyte ahead takes 1.02 to 1.03."""
+
+
+@njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
+def copy_ahead(target, source, count) -> None:  # type: ignore[no-untyped-def]
+    """`copy_bytes` of many bytes."""
+    done = int64(0)
+    while done + 64 <= count:
+        prefetch(source + min(done + _BYTES_AHEAD, count - 1))
+        copy_64(target + done, source + done)
+        done += 64
+    copy_bytes(target + done, source + done, count - done)
 
 
 @njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]

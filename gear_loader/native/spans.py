@@ -27,7 +27,15 @@ from gear_loader.kernels.plan import (
     STEP_STRIDE,
     STRIDE,
 )
-from gear_loader.native.memory import atomic_load, copy_apart, copy_bytes, copy_past_caches, fill, prefetch
+from gear_loader.native.memory import (
+    atomic_load,
+    copy_ahead,
+    copy_apart,
+    copy_bytes,
+    copy_past_caches,
+    fill,
+    prefetch,
+)
 
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD) == (0, 1, 2, 3, 4, 5, 6)
 assert (LINES, ROLE, BLOCKS, FINAL, STEP_STRIDE) == (8, 8, 9, 10, 11)
@@ -44,6 +52,8 @@ _SINGLE_BYTES = 1 << 7
 """Largest single steps of longer windows that are copied without a call of the C library's `memcpy`."""
 _PAST_CACHES_BYTES = 1 << 10
 """Smallest piece of a large batch that is written past the caches."""
+_LONG_BYTES = 1 << 12
+"""Smallest piece whose lines are requested while it is copied: a page, at whose end the processor ceases to."""
 
 BEGIN, END, ADJOINS = range(3)  # of a group: its columns; whether the blocks of all of them lie side by side
 _FIRST, _LAST, _BLOCK, _INSIDE, _TAKE, _PLACE, _REPEATS, _LINES = range(8)  # of a segment
@@ -234,5 +244,7 @@ def copy_segments(table, segments, count, streams):  # type: ignore[no-untyped-d
                 copy_apart(target, size, source, every, take, size)
             elif streams and take * size >= _PAST_CACHES_BYTES:
                 copy_past_caches(target, source, take * size)
+            elif take * size >= _LONG_BYTES:
+                copy_ahead(target, source, take * size)
             else:
                 copy_bytes(target, source, take * size)
