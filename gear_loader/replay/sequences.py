@@ -114,6 +114,10 @@ class SequenceBuffer(ReplayBuffer):
         return {**schema, "is_first": Column(torch.bool)}
 
     @property
+    def _reach(self) -> int:
+        return self.length
+
+    @property
     def _unit(self) -> int:
         return self.length - self.overlap
 

@@ -19,6 +19,7 @@ from transition_common import GAMMA, World, add_all, check, shaped
 import gear_loader as gear
 from gear_loader.collection import prefetch
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
+from gear_loader.utils import notices
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -83,6 +84,50 @@ def test_a_full_buffer_drops_its_oldest_and_holds_nearly_its_capacity() -> None:
     assert max(drawn) == 5_009
     assert 800 <= len(buffer) <= 1_000
     assert min(drawn) == 5_010 - len(buffer)
+
+
+@pytest.mark.parametrize("mean_length", [1, 2.5])
+@pytest.mark.parametrize("payload", [None, "1MiB"])
+def test_short_episodes_of_a_given_mean_length_fill_the_capacity(
+    mean_length: float, payload: str | None
+) -> None:
+    buffer = gear.ReplayBuffer(2_000, device="cpu", mean_length=mean_length, payload=payload)
+    for step in range(4_000):
+        obs, next_obs = ((f"{at}" if payload else float(at)) for at in (step, step + 1))
+        end = mean_length == 1 or step % 5 in (1, 4)  # of 2 and 3 steps
+        buffer.add(obs, 0, float(step), next_obs, end, False)
+    assert 1_950 <= len(buffer) <= 2_000
+
+
+def test_a_buffer_says_once_that_its_episodes_are_short(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "_seen", {})
+
+    def said(buffer: gear.ReplayBuffer, steps: int, *, follows: bool) -> str:
+        caplog.clear()
+        for step in range(steps):
+            obs = float(step) if follows else -float(step)
+            buffer.add(obs, 0, 0.0, obs + 1, False, step % 10 == 9)
+            if step % 50 == 49:
+                buffer.sample(2)
+        return caplog.text
+
+    make = lambda **options: gear.ReplayBuffer(1_000, device="cpu", **options)  # noqa: E731
+    assert said(make(n_step=3), 3_000, follows=True) == ""
+    assert said(make(), 100, follows=False) == ""  # each transition is whole, and there is room
+    text = said(make(n_step=3), 100, follows=False)
+    assert (
+        "have 1.0 steps on average, where rows are to reach over 3. An episode also ends where obs is not"
+        in text
+    )
+    assert "where rows are to reach over 20." not in text
+    monkeypatch.setattr(notices, "_seen", {})
+    assert "reach over 20" in said(gear.SequenceBuffer(1_000, length=20, device="cpu"), 100, follows=False)
+    text = said(make(), 1_000, follows=False)
+    assert "is full with 159: there is room for 159 trajectories" in text
+    assert "give mean_length=1." in text
+    assert said(make(), 1_000, follows=False) == ""  # once
 
 
 def test_a_target_is_right_where_an_episode_is_cut_off() -> None:
@@ -152,8 +197,10 @@ def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
     buffer.sample()
     buffer.save(tmp_path / "saved")
     state = buffer.state_dict()
-    again = gear.ReplayBuffer.load(tmp_path / "saved", n_step=2, gamma=GAMMA, device="cpu")
+    again = gear.ReplayBuffer.load(tmp_path / "saved", device="cpu")  # n_step and gamma are saved with it
     again.load_state_dict(state)
+    assert (again.n_step, again.gamma) == (2, GAMMA)
+    assert gear.ReplayBuffer.load(tmp_path / "saved", n_step=1, device="cpu").n_step == 1
     assert len(again) == len(buffer)
     for _ in range(3):
         a, b = buffer.sample(), again.sample()
@@ -233,7 +280,7 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"reward": np.zeros((2, 2))}, r"reward has the shape \[2, 2\]"),
-    ({"reward": np.zeros(2)}, r"reward has the shape \[2\]; expected \[1\]"),
+    ({"reward": np.zeros(2)}, r"reward has the shape \[2\]; expected a number or \[1\]: .*num_envs"),
     ({"obs": {"a": np.zeros(2)}}, r"'obs' is a dict of \['a'\]; expected an array, as before"),
     ({"next_obs": (np.zeros(2),)}, r"'obs' is a tuple of \[0\]; expected an array"),
     ({"obs": np.zeros(3)}, r"'obs' has the shape \[3\]; expected \[2\]"),
@@ -241,7 +288,7 @@ WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"obs": np.zeros(2, complex)}, "obs"),
     ({"terminated": np.zeros(3, bool)}, r"terminated has the shape \[3\]"),
     ({"truncated": 0.5}, "truncated has the shape .* and dtype float64"),
-    ({"new": 1}, r"expected \['action', 'obs'\], as before: \['new'\]"),
+    ({"new": 1}, r"the first add, \['action', 'obs'\]; missing: \[\], unknown: \['new'\]"),
     ({"active": [True, False]}, r"active has the shape \[2\]"),
 ]
 
@@ -263,6 +310,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"gamma": 1.5}, "gamma is 1.5"),
     ({"sampler": gear.Uniform()}, "expected one of steps"),
     ({"num_envs": 0}, "num_envs is 0"),
+    ({"mean_length": 0.5}, "mean_length is 0.5; expected a number of at least 1"),
     ({"observation_space": 1}, "expected both, or none"),
 ]
 
