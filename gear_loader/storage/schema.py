@@ -526,7 +526,9 @@ class Schema(Mapping[str, Column]):
             )
         if not self._by_step:
             raise SchemaError(
-                f"All columns, {list(columns)}, are per trajectory; expected at least one with a value for each step."
+                f"All columns, {list(columns)}, are per trajectory; expected at least one with a value for each step. "
+                "Leave per= out of the main one, such as tokens: Column(torch.int32) has a step a token, and a column of "
+                "shape (None,) a value a step, of which a trajectory may have one."
             )
 
     def __getitem__(self, name: str) -> Column:
