@@ -527,8 +527,8 @@ class Schema(Mapping[str, Column]):
         if not self._by_step:
             raise SchemaError(
                 f"All columns, {list(columns)}, are per trajectory; expected at least one with a value for each step. "
-                "Leave per= out of the main one, such as tokens: Column(torch.int32) has a step a token, and a column of "
-                "shape (None,) a value a step, of which a trajectory may have one."
+                "Leave per= out of the main one, such as tokens: Column(torch.int32) has a step for each token, and "
+                "Column(torch.int32, (None,)) one for each text, of which a trajectory may have one."
             )
 
     def __getitem__(self, name: str) -> Column:
