@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -125,8 +125,9 @@ class ReplayBuffer:
         payload: bytes of the values of any length, an int or a text such as ``"1GiB"``; see `Memory`. With `hindsight`
             observations and actions may have some, goals and other columns not. Not with `agents`.
         ragged: names of columns of arrays whose first extent varies, such as ``("obs.tokens",)``.
-        mean_length: steps of an episode on average, if fewer than 8: there is room for as many more episodes. 1 is for
-            transitions that do not follow each other, as of bandits.
+        mean_length: steps of an episode on average; by default there is room for as many as have 8. 1 is for
+            transitions that do not follow each other, as of bandits. If episodes are long, a larger number reserves
+            less memory (of /dev/shm, too): by default about 3 times the bytes of all steps, with 100 1.2 times.
 
     **If the process is killed**, another one can continue by ``if_exists="attach"``, with every transition whose `add`
     has returned (with `hindsight`, without `running`: every episode that has ended). With `disk` alone, the transitions
@@ -418,6 +419,17 @@ class ReplayBuffer:
             return f"<{type(self).__name__}: {len(self):,} of {self.capacity:,} transitions>"
         return f"<{type(self).__name__}, closed>"
 
+    def __getitem__(self, number: Any) -> NoReturn:
+        """A `DataLoader` asks for rows by their numbers: say what it takes.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"Row {shown(number)} of a {type(self).__name__} was asked for, which draws its rows itself: sample(n). A "
+            "DataLoader takes DataLoader(buffer.dataset, batch_size=None), and buffer.table has the episodes."
+        )
+
     # ---------------------------------------------------------------- adding
 
     def add(
@@ -493,6 +505,11 @@ class ReplayBuffer:
     ) -> None:
         """Create the table of the first row, all of which fits."""
         nestings, columns = self._nestings, self._spaces or {}
+        if "priority" in values:
+            raise SchemaError(
+                "priority was given to add, which has no priorities: new rows get the largest one so far, and "
+                "update_priority(batch, priority) sets those of a batch. Give a column of this name another one."
+            )
         if not nestings:
             if taken := [n for n in values if (n in self._taken and n not in _FIELDS) or "." in n]:
                 raise SchemaError(

@@ -321,6 +321,18 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         gear.ReplayBuffer(**{"capacity": 10, **options})
 
 
+def test_what_a_buffer_is_not_says_what_to_do() -> None:
+    buffer = gear.ReplayBuffer(50, device="cpu")
+    with pytest.raises(SchemaError, match=r"priority was given to add, .* largest one so far"):
+        buffer.add(**GOOD, priority=1.0)
+    assert len(buffer) == 0
+    buffer.add(**GOOD)
+    with pytest.raises(
+        TypeError, match=r"Row 0 of a ReplayBuffer .* DataLoader\(buffer.dataset, batch_size=None\)"
+    ):
+        next(iter(torch.utils.data.DataLoader(buffer, batch_size=None)))  # type: ignore[arg-type]
+
+
 def test_an_empty_buffer_says_so(tmp_path: Path) -> None:
     buffer = gear.ReplayBuffer(10)
     assert len(buffer) == 0
