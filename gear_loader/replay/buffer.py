@@ -126,7 +126,7 @@ class ReplayBuffer:
             observations and actions may have some, goals and other columns not. Not with `agents`.
         ragged: names of columns of arrays whose first extent varies, such as ``("obs.tokens",)``.
         mean_length: steps of an episode on average; by default there is room for as many as have 8. 1 is for
-            transitions that do not follow each other, as of bandits. If episodes are long, a larger number reserves
+            transitions that do not follow each other (bandits). If episodes are long, a larger number reserves
             less memory (of /dev/shm, too): by default about 3 times the bytes of all steps, with 100 1.2 times.
 
     **If the process is killed**, another one can continue by ``if_exists="attach"``, with every transition whose `add`
