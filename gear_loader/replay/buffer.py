@@ -125,6 +125,10 @@ class ReplayBuffer:
         payload: bytes of the values of any length, an int or a text such as ``"1GiB"``; see `Memory`. With `hindsight`
             observations and actions may have some, goals and other columns not. Not with `agents`.
         ragged: names of columns of arrays whose first extent varies, such as ``("obs.tokens",)``.
+        stack: number of observations that a row shows, such as the last 4 frames: ``obs`` and ``next_obs`` are then
+            ``[B, stack, *shape]``, the newest last. `add` takes one observation, which is stored once. At the beginning
+            of an episode, and of a piece of a long one, the first observation is repeated. Not with `agents`,
+            `hindsight` and `payload`.
         mean_length: steps of an episode on average; by default there is room for as many as have 8. 1 is for
             transitions that do not follow each other (bandits). If episodes are long, a larger number reserves
             less memory (of /dev/shm, too): by default about 3 times the bytes of all steps, with 100 1.2 times.
@@ -170,6 +174,7 @@ class ReplayBuffer:
         payload: int | str | None = None,
         ragged: Iterable[str] = (),
         mean_length: float | None = None,
+        stack: int = 1,
     ) -> None:
         self.capacity, self.n_step = at_least("capacity", capacity), at_least("n_step", n_step)
         check_gamma(gamma)
@@ -187,7 +192,11 @@ class ReplayBuffer:
         self.gamma = float(gamma)
         if mean_length is not None and (not finite(mean_length) or mean_length < 1):
             raise SchemaError(f"mean_length is {shown(mean_length)}; expected a number of at least 1.")
-        self._mean_length = mean_length
+        self._mean_length, self.stack = mean_length, at_least("stack", stack)
+        if stack > 1 and not (agents is None and hindsight is None and payload is None):
+            raise SchemaError(
+                f"stack is {stack} with agents, hindsight or payload; expected one of them. Stack in a Window instead."
+            )
         if hindsight is not None and agents is not None:
             raise SchemaError("agents and hindsight were given; expected one of them.")
         self._hindsight, self._transforms = hindsight, transforms_of(transform)
@@ -386,14 +395,21 @@ class ReplayBuffer:
         returns = [name for kind in ("reward", "terminated") for name in self._numbers[kind].columns()]
         windows: dict[str, Any] = {name: single for name in table.schema if name not in returns}
         for end, columns in self._following().items():
+            stacks = {column: self._shown(column, 0) for column in columns if self.stack > 1}
+            windows |= stacks
             if self.n_step == 1:
-                for column in columns:
-                    windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
+                windows |= {f"next_{column}": self._shown(column, 1) for column in columns}
                 windows |= {f"reward{end}": single, f"terminated{end}": single}
             else:
-                done = f"terminated{end}"
-                windows[f"target{end}"] = NStep(f"reward{end}", self.n_step, self.gamma, done, tuple(columns))
+                done, following = f"terminated{end}", stacks or tuple(columns)
+                windows[f"target{end}"] = NStep(f"reward{end}", self.n_step, self.gamma, done, following)
         return windows
+
+    def _shown(self, column: str, step: int) -> Window:
+        """The window of an observation, or of as many as are stacked, `step` steps after the anchor."""
+        if self.stack == 1:
+            return Window(1, step, column=column, squeeze=True)
+        return Window(self.stack, step + 1 - self.stack, pad="edge", column=column)
 
     def _delivery(self, table: Table) -> list[Any]:
         """What makes the batches of a user from those that are gathered."""
@@ -744,7 +760,7 @@ class ReplayBuffer:
 
     def _options(self) -> dict[str, Any]:
         """Options that `save` keeps, for JSON."""
-        return {"n_step": self.n_step, "gamma": self.gamma}
+        return {"n_step": self.n_step, "gamma": self.gamma, "stack": self.stack}
 
     def _recover(self, disk: Disk) -> None:
         """Go on with what a buffer has written into the directory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,37 @@ def test_a_buffer_says_once_that_its_episodes_are_short(
     assert "is full with 159: there is room for 159 trajectories" in text
     assert "give mean_length=1." in text
     assert said(make(), 1_000, follows=False) == ""  # once
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_observations_are_stacked_within_their_episodes(n: int, n_step: int, tmp_path: Path) -> None:
+    """Also those to bootstrap from, wherever an episode ends; and after a load."""
+    sampler = gear.Prioritized(unit="step")
+    buffer = gear.ReplayBuffer(900, n_step=n_step, gamma=GAMMA, stack=4, sampler=sampler, device="cpu")
+    random, episodes = np.random.default_rng(n), n
+    obs = 1000.0 * np.arange(n)
+    for step in range(200):
+        ends = random.random((2, n)) < 0.1
+        given: Any = obs, np.zeros(n, int), np.ones(n), obs + 1, *ends
+        buffer.add(*(each[0].item() for each in given) if n == 1 else given)
+        obs = obs + 1
+        for place in np.flatnonzero(ends.any(0)):
+            obs[place], episodes = 1000.0 * episodes, episodes + 1
+        if step == 100:
+            buffer.save(tmp_path / "saved")
+            loaded = gear.ReplayBuffer.load(tmp_path / "saved", sampler=sampler, device="cpu")
+        if step % 50 == 20 or step == 100:
+            batch = (loaded if step == 100 else buffer).sample(512)
+            now, then = batch["obs"][:, -1], batch["next_obs"][:, -1]
+            first, back = now // 1000 * 1000, torch.arange(3, -1, -1)
+            assert torch.equal(batch["obs"], (now[:, None] - back).maximum(first[:, None]))
+            assert torch.equal(batch["next_obs"], (then[:, None] - back).maximum(first[:, None]))
+            assert (now == first).any()  # the first step of an episode is drawn
+            assert set((then - now).tolist()) == set(range(1, n_step + 1))
+            ended = batch["discount"] == 0
+            assert ended.any()
+            torch.testing.assert_close(batch["discount"][~ended], GAMMA ** (then - now)[~ended])
 
 
 def test_a_target_is_right_where_an_episode_is_cut_off() -> None:
@@ -310,6 +342,8 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"gamma": 1.5}, "gamma is 1.5"),
     ({"sampler": gear.Uniform()}, "expected one of steps"),
     ({"num_envs": 0}, "num_envs is 0"),
+    ({"stack": 0}, "stack is 0"),
+    ({"stack": 4, "payload": "1MiB"}, "stack is 4 with agents, hindsight or payload"),
     ({"mean_length": 0.5}, "mean_length is 0.5; expected a number of at least 1"),
     ({"observation_space": 1}, "expected both, or none"),
 ]
@@ -319,6 +353,36 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         gear.ReplayBuffer(**{"capacity": 10, **options})
+
+
+@pytest.mark.parametrize(
+    "kind", [gear.ReplayBuffer, functools.partial(gear.SequenceBuffer, length=5, burn_in=2)]
+)
+def test_several_attached_buffers_add_to_one_table(kind: Any) -> None:
+    """As in processes of their own: each has its own running episodes."""
+    make = functools.partial(kind, 2_000, name=(name := fresh_name()), device="cpu")
+    learner = make()
+    learner.add(-1.0, 0, 0.0, -2.0, True, False)
+    actors = [make(if_exists="attach") for _ in range(3)]
+    try:
+        for step in range(70):
+            for number, actor in enumerate(actors):
+                obs = 1000.0 * number + step
+                actor.add(obs, 0, 0.0, obs + 1, False, step % 30 == 29)
+            learner.sample(4)
+        assert len(learner) == 1 + 3 * 70
+        assert learner.table is not None
+        assert sorted(len(learner.table[int(i)]["obs"]) for i in learner.table.indices()) == [
+            1,
+            *3 * [10],
+            *6 * [30],
+        ]
+        batch = learner.sample(512)
+        steps, inside = batch["next_obs"] - batch["obs"], batch.get("mask", torch.tensor(True))
+        assert set(steps[inside.expand(steps.shape)].tolist()) == {1.0, -1.0}
+        assert len(set((batch["obs"] // 1000).flatten().tolist())) >= 4
+    finally:
+        gear.Table.attach(name).unlink()
 
 
 def test_what_a_buffer_is_not_says_what_to_do() -> None:
