@@ -99,6 +99,15 @@ def test_every_page_with_snippets_is_run() -> None:
     assert with_snippets - recipes == {*IN_ORDER, *ALONE, "docs/dqn.md"}
 
 
+def test_programs_with_a_model_say_where_it_is() -> None:
+    """Batches are on the GPU if there is one, and modules on the CPU, unless both are told."""
+    programs = {path.name: "\n".join(snippets(path.read_text("utf-8"))) for path in TEXTS}
+    models = {name: program for name, program in programs.items() if re.search(r"\bnn\.[A-Z]", program)}
+    assert len(models) > 5
+    told = r'device="cpu"|\.to\((device|\w+\.device)\)|lightning\.Trainer'
+    assert [name for name, program in models.items() if not re.search(told, program)] == []
+
+
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):

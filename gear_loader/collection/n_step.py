@@ -55,8 +55,10 @@ class NStep:
         gamma: discount of a step, from 0 to 1.
         done: column of shape ``()`` or ``(1,)`` that is not zero where the trajectory terminates; not where it is
             truncated.
-        next: column, or columns, to deliver at the bootstrap step: the observation. If one has values of any length,
-            all are gathered when the returns have been computed, by the CPU.
+        next: column, or columns, to deliver at the bootstrap step: the observation; or a mapping of names to `Window`
+            around that step, such as ``{"obs": Window(4, -3, pad="edge")}`` for a stack of frames, in a dict by these
+            names, ``[B, L, *shape]``. Windows, and all if one has values of any length, are gathered when the returns
+            have been computed, by the CPU.
 
     Example: ``windows={"obs": Window(1), "target": NStep("reward", n=3, gamma=0.99, done="terminated", next="obs")}``,
     and the observation to bootstrap from is ``batch["target"]["next"]``.
@@ -69,7 +71,7 @@ class NStep:
     n: int
     gamma: float
     done: str
-    next: str | tuple[str, ...] | None = None
+    next: str | tuple[str, ...] | Mapping[str, Window] | tuple[tuple[str, Window], ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", at_least("n", self.n))
@@ -77,19 +79,37 @@ class NStep:
         for name in ("column", "done"):
             if not isinstance(getattr(self, name), str):
                 raise SchemaError(f"{name} is {shown(getattr(self, name))}; expected the name of a column.")
-        if isinstance(self.next, list):
-            object.__setattr__(self, "next", tuple(self.next))
+        if isinstance(self.next, (list, Mapping)):
+            given = self.next.items() if isinstance(self.next, Mapping) else self.next
+            object.__setattr__(self, "next", tuple(given))  # pairs of names and windows can be hashed
         if not all(isinstance(name, str) for name in self.delivered):
             raise SchemaError(
-                f"next is {shown(self.next)}; expected the name of a column, or a tuple of names."
+                f"next is {shown(self.next)}; expected the name of a column, a tuple of names, or a mapping of names "
+                "to gear_loader.Window."
             )
+        if timed := [name for name, window in self.following.items() if window.timestamps is not None]:
+            raise SchemaError(f"next has windows with timestamps, {timed}; expected windows of steps.")
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether `next` has windows, not columns alone."""
+        return isinstance(self.next, tuple) and any(isinstance(each, tuple) for each in self.next)
+
+    @property
+    def following(self) -> dict[str, Window]:
+        """What `next` delivers: name -> window around the bootstrap step."""
+        if self.has_windows:
+            return dict(self.next)  # type: ignore[arg-type]
+        return {name: Window(1, squeeze=True) for name in self.delivered}
 
     @property
     def delivered(self) -> tuple[Any, ...]:
         """The columns of `next`."""
         if self.next is None:
             return ()
-        return self.next if isinstance(self.next, tuple) else (self.next,)
+        if not isinstance(self.next, tuple):
+            return (self.next,)
+        return tuple(_column_of(each) for each in self.next)
 
     def windows(self, schema: Schema) -> dict[str, Window]:
         """The windows that it is computed from: ``reward``, ``done``; ``follows``, of which only the mask is read; and
@@ -113,8 +133,21 @@ class NStep:
             "reward": Window(self.n, column=self.column),
             "done": Window(self.n, column=self.done),
             "follows": Window(self.n + 1, column=follows),
-            **{f"next.{name}": Window(self.n + 1, column=name) for name in self.delivered},
+            **{
+                f"next.{name}": Window(
+                    self.n + 1 + window.reach[1] - window.reach[0], window.reach[0], column=column
+                )
+                for column, (name, window) in zip(self.delivered, self.following.items(), strict=True)
+            },
         }
+
+
+def _column_of(each: Any) -> Any:
+    """The column of a part of `NStep.next`: a name, or a pair of a name and a window; None of anything else."""
+    if isinstance(each, str):
+        return each
+    pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[1], Window)
+    return (each[0] if each[1].column is None else each[1].column) if pair else None
 
 
 OUTPUTS = {

@@ -1,5 +1,5 @@
 """Windows whose steps are known when others have been read: of times (`Window.timestamps`), the steps nearest to them;
-and values of any length of `NStep.next`, at the bootstrap steps. They are gathered as windows of one step.
+and windows, or values of any length, of `NStep.next`, at the bootstrap steps. Both are gathered at other anchors.
 
 Movers know nothing of this. `TimedSource` reads a batch in turns, each by a mover of its own: the other windows, with
 the anchors' times in place of windows of times; the times around the anchors, as far as they are needed; for each set
@@ -98,7 +98,7 @@ class TimedSource:
             for times, names in self._sets.items()
         }
         self._next = {
-            name: (spec, self._reader({each: Window(1, squeeze=True) for each in spec.delivered}, batch_size))
+            name: (spec, self._reader(spec.following, batch_size))
             for name, spec in next_of(schema, windows).items()
         }
         self._lines: dict[tuple[str, int, int], tuple[Any, _Reusable]] = {}
@@ -168,14 +168,14 @@ class TimedSource:
         for name, (spec, (source, pool)) in self._next.items():
             returns = {key: value.clone() for key, value in batch[name].items()}
             read = self._read_steps(source, pool, rows, np.arange(len(rows)), returns["bootstrap"].numpy())
-            following = {each: read[each] for each in spec.delivered}
-            alone = following[spec.delivered[0]]
+            following = {each: read[each] for each in spec.following}
+            alone = next(iter(following.values()))
             found[name] = {**returns, "next": following if isinstance(spec.next, tuple) else alone}
         return found
 
     @staticmethod
     def _read_steps(source: Any, pool: _Reusable, rows: Any, which: Array, steps: Array) -> dict[str, Any]:
-        """Windows of one step of some rows, at other anchors."""
+        """Windows of some rows, at other anchors."""
         buffers = pool.take()
         try:
             source.read(pool.mover, buffers, rows.moved(which, steps))

@@ -237,11 +237,12 @@ def timed_of(windows: Mapping[str, Window | NStep | Whole]) -> dict[str, Window]
 
 
 def next_of(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> dict[str, NStep]:
-    """The returns whose `NStep.next` has values of any length, which are read when the bootstrap steps are known."""
+    """The returns whose `NStep.next` has windows, or values of any length: read when the bootstrap steps are known."""
     return {
         name: window
         for name, window in windows.items()
-        if isinstance(window, NStep) and not schema.ragged.keys().isdisjoint(window.delivered)
+        if isinstance(window, NStep)
+        and (window.has_windows or not schema.ragged.keys().isdisjoint(window.delivered))
     }
 
 
@@ -297,10 +298,10 @@ def _check_ragged(schema: Schema, windows: Mapping[str, Window | NStep | Whole])
 
 
 def only_host_gathers(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> bool:
-    """Whether a GPU gets copies of what the host gathers: of values that change meanwhile, or of any length, or at
-    times."""
+    """Whether a GPU gets copies of what the host gathers: of values that change meanwhile, or of any length, or
+    that are known when others have been read."""
     ragged = any(source in schema.ragged for source, _ in reads(schema, windows))
-    return ragged or reads_mutable(schema, windows) or bool(timed_of(windows))
+    return ragged or reads_mutable(schema, windows) or is_late(schema, windows)
 
 
 def mask_of(schema: Schema, name: str, window: Window) -> tuple[int, int, str, bool]:

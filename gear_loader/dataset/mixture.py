@@ -334,8 +334,8 @@ def _checked_sources(sources: Any) -> dict[str, ReplayDataset]:
         apart = {**ragged_of(schema, windows), **timed_of(windows), **next_of(schema, windows)}
         if apart:
             raise SchemaError(
-                f"Source {name!r} has the windows {list(apart)} of ragged columns or with timestamps; expected none in "
-                "a Mixture, whose sources share one batch."
+                f"Source {name!r} has the windows {list(apart)} of ragged columns, with timestamps, or of an NStep "
+                "with windows in next; expected none in a Mixture, whose sources share one batch."
             )
         padded = dataset.layout == "padded" and has_whole(dataset.windows)
         if dataset.layout in ("jagged", "tree") or padded or dataset.groups is not None:

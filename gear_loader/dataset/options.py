@@ -100,10 +100,11 @@ class Draws:
     Attributes:
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A sampler with ``unit="step"``
             chooses the anchors itself.
-        complete: draw only anchors whose windows are wholly inside the trajectory, its final step included. An `NStep`
-            with `next` needs a following step, so that every row has an observation to bootstrap from; the last step of
-            a trajectory without a final step is therefore left out, even if it terminates. A trajectory that has no
-            such anchor is never drawn; `ReplayDataset.stats` counts them.
+        complete: draw only anchors whose windows are wholly inside the trajectory, its final step included; those with
+            ``pad="edge"``, such as stacks of frames, may begin before it. An `NStep` with `next` needs a following
+            step, so that every row has an observation to bootstrap from; the last step of a trajectory without a final
+            step is therefore left out, even if it terminates. A trajectory that has no such anchor is never drawn;
+            `ReplayDataset.stats` counts them.
         stride: draw sequences: only the anchors 0, `stride`, 2 * `stride`, ... of each trajectory, up to the first one
             whose windows reach the trajectory's end. With `complete`, each `stride`-th of the complete anchors. Needs a
             sampler with ``unit="step"``, which is then the default. Drawing by priority needs a table whose

@@ -1285,7 +1285,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """Resume from `state`: the next iteration yields the batch after the last one delivered before it was taken.
 
         The batches are equal bit for bit if the table holds the same trajectories in the same order, on as many ranks.
-        Draws by priorities of steps also depend on the steps' blocks: from a table that was loaded, other rows may be
+        Draws by priority also depend on the trajectories' places in the table: their slots, or of steps their blocks.
+        A loaded table has new places, if trajectories had been dropped or written side by side: then other rows are
         drawn, with the same probabilities.
         Over all `Shards`, where all ranks call it at the same time, a state goes on with other numbers of ranks, too;
         with `Steps` one that was taken after a

@@ -277,8 +277,8 @@ def check_names(values: Mapping[str, Any], nestings: Mapping[str, Nesting]) -> N
     """Raise SchemaError for columns that are not those of the first call."""
     if values.keys() != nestings.keys():
         raise SchemaError(
-            f"The columns {sorted(values)} were given; expected {sorted(nestings)}, as before: "
-            f"{sorted(values.keys() ^ nestings.keys())}."
+            f"The columns {sorted(values)} were given; expected those of the first add, {sorted(nestings)}; missing: "
+            f"{sorted(nestings.keys() - values.keys())}, unknown: {sorted(values.keys() - nestings.keys())}."
         )
 
 
@@ -318,6 +318,10 @@ def count_of(reward: Any, known: int | None) -> tuple[int, bool]:
         shape = np.shape(reward)
     count = shape[0] if len(shape) == 1 else 1
     if len(shape) > 1 or count == 0 or (known or count) != count:
-        wanted = "a number, or one for each environment" if known is None else f"[{known}]"
+        wanted = (
+            "a number, or one for each environment" if known is None else f"[{known}], as num_envs is {known}"
+        )
+        if known == 1:
+            wanted = "a number or [1]: this buffer has one environment (num_envs, or that of the first add)"
         raise SchemaError(f"reward has the shape {list(shape)}; expected {wanted}.")
     return count, not shape

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -34,8 +34,9 @@ from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import shown
-from gear_loader.utils.checks import at_least, check_gamma, one_of
+from gear_loader.utils.checks import at_least, check_gamma, finite, one_of
 from gear_loader.utils.device_option import check_device
+from gear_loader.utils.notices import notice
 
 _DTYPES = {dtype: torch_dtypes()[name] for name, dtype in NUMPY_DTYPES.items()}
 _WIDER = {
@@ -51,6 +52,8 @@ _LONGEST = 1024
 _SHORTEST, _MORE = 8, 32  # mean length of an episode for which there is room, and episodes beyond
 _SMALL = 64
 """Bytes of a step up to which blocks are of 32 steps, not 16: of each column a block has a multiple of 128 bytes."""
+_LEAST_LOOKED_AT, _LEAST_MEAN = 64, 1.5
+"""Trajectories from which on `_look` judges them, and the mean length below which it complains."""
 _DESCRIPTION = "buffer.json"
 
 
@@ -93,8 +96,10 @@ class ReplayBuffer:
     environment was added, or the episode has ended.
 
     Each transition can be drawn as soon as `add` has returned. A full buffer drops its oldest trajectory: an episode,
-    or a piece of at most 1,024 steps of a longer one; so it holds nearly `capacity` transitions. With `hindsight`
-    episodes of up to ``capacity // (2 * num_envs)`` steps are kept and dropped whole.
+    or a piece of at most 1,024 steps of a longer one; so it holds nearly `capacity` transitions, if episodes have 8
+    steps or more on average (else give `mean_length`). With `hindsight` episodes of up to
+    ``capacity // (2 * num_envs)`` steps are kept and dropped whole. The logger `gear_loader` says if episodes are
+    shorter, as they are if `obs` is not the `next_obs` of the `add` before.
 
     Args:
         capacity: largest number of transitions, of all environments together.
@@ -120,6 +125,13 @@ class ReplayBuffer:
         payload: bytes of the values of any length, an int or a text such as ``"1GiB"``; see `Memory`. With `hindsight`
             observations and actions may have some, goals and other columns not. Not with `agents`.
         ragged: names of columns of arrays whose first extent varies, such as ``("obs.tokens",)``.
+        stack: number of observations that a row shows, such as the last 4 frames: ``obs`` and ``next_obs`` are then
+            ``[B, stack, *shape]``, the newest last. `add` takes one observation, which is stored once. At the beginning
+            of an episode, and of a piece of a long one, the first observation is repeated. Not with `agents`,
+            `hindsight` and `payload`.
+        mean_length: steps of an episode on average; by default there is room for as many as have 8. 1 is for
+            transitions that do not follow each other (bandits). If episodes are long, a larger number reserves
+            less memory (of /dev/shm, too): by default about 3 times the bytes of all steps, with 100 1.2 times.
 
     **If the process is killed**, another one can continue by ``if_exists="attach"``, with every transition whose `add`
     has returned (with `hindsight`, without `running`: every episode that has ended). With `disk` alone, the transitions
@@ -161,6 +173,8 @@ class ReplayBuffer:
         transform: Any = None,
         payload: int | str | None = None,
         ragged: Iterable[str] = (),
+        mean_length: float | None = None,
+        stack: int = 1,
     ) -> None:
         self.capacity, self.n_step = at_least("capacity", capacity), at_least("n_step", n_step)
         check_gamma(gamma)
@@ -176,6 +190,13 @@ class ReplayBuffer:
                 f"hindsight is {shown(hindsight)}; expected gear_loader.Hindsight(compute_reward)."
             )
         self.gamma = float(gamma)
+        if mean_length is not None and (not finite(mean_length) or mean_length < 1):
+            raise SchemaError(f"mean_length is {shown(mean_length)}; expected a number of at least 1.")
+        self._mean_length, self.stack = mean_length, at_least("stack", stack)
+        if stack > 1 and not (agents is None and hindsight is None and payload is None):
+            raise SchemaError(
+                f"stack is {stack} with agents, hindsight or payload; expected one of them. Stack in a Window instead."
+            )
         if hindsight is not None and agents is not None:
             raise SchemaError("agents and hindsight were given; expected one of them.")
         self._hindsight, self._transforms = hindsight, transforms_of(transform)
@@ -212,6 +233,7 @@ class ReplayBuffer:
             name is None and disk is None
         )  # whether added rows may wait: nobody else reads the table
         self._spaces: dict[str, tuple[Any, tuple[Any, ...]]] | None = None  # columns, told by spaces
+        self._asked = 0  # how often batches were asked for, see `_look`
         self._resumes = self._disk is not None and self._disk.exists()
         # What is in memory is newer; and a process may have been killed before it wrote anything but the table.
         self._resumes = self._resumes and not self._is_named() and not self._is_blank()
@@ -275,16 +297,19 @@ class ReplayBuffer:
             self._hindsight.check(schema)
         envs = self.num_envs or 1
         stored = self.capacity * self._piece // (self._piece - self.overlap)
-        stored += stored // self._piece if values else 0  # each trajectory has one more
+        mean = self._mean_length or self._piece
+        stored += int(stored // min(mean, self._piece)) if values else 0  # each trajectory has one more
         steps = max(stored, 2 * envs * (self._piece + 1 + bool(values)))
-        trajectories = steps // min(_SHORTEST, self._piece) + 2 * envs + _MORE
+        trajectories = int(steps // min(self._mean_length or _SHORTEST, self._piece)) + 2 * envs + _MORE
         table = self._create(
             schema,
             max_steps=steps,
             max_trajectories=trajectories,
             memory=self._memory if values else Memory(),
             block_steps=min(
-                16 if sum(each.step_bytes for each in schema.values()) > _SMALL else 32, self._unit
+                16 if sum(each.step_bytes for each in schema.values()) > _SMALL else 32,
+                self._unit,
+                int(mean) + 1,
             ),
         )
         if self._disk is not None:
@@ -326,6 +351,11 @@ class ReplayBuffer:
         return schema
 
     @property
+    def _reach(self) -> int:
+        """Steps that a row reaches over."""
+        return self.n_step
+
+    @property
     def _unit(self) -> int:
         """Steps that are drawn together, of which a block has no more."""
         return self._piece
@@ -365,14 +395,21 @@ class ReplayBuffer:
         returns = [name for kind in ("reward", "terminated") for name in self._numbers[kind].columns()]
         windows: dict[str, Any] = {name: single for name in table.schema if name not in returns}
         for end, columns in self._following().items():
+            stacks = {column: self._shown(column, 0) for column in columns if self.stack > 1}
+            windows |= stacks
             if self.n_step == 1:
-                for column in columns:
-                    windows[f"next_{column}"] = Window(1, 1, column=column, squeeze=True)
+                windows |= {f"next_{column}": self._shown(column, 1) for column in columns}
                 windows |= {f"reward{end}": single, f"terminated{end}": single}
             else:
-                done = f"terminated{end}"
-                windows[f"target{end}"] = NStep(f"reward{end}", self.n_step, self.gamma, done, tuple(columns))
+                done, following = f"terminated{end}", stacks or tuple(columns)
+                windows[f"target{end}"] = NStep(f"reward{end}", self.n_step, self.gamma, done, following)
         return windows
+
+    def _shown(self, column: str, step: int) -> Window:
+        """The window of an observation, or of as many as are stacked, `step` steps after the anchor."""
+        if self.stack == 1:
+            return Window(1, step, column=column, squeeze=True)
+        return Window(self.stack, step + 1 - self.stack, pad="edge", column=column)
 
     def _delivery(self, table: Table) -> list[Any]:
         """What makes the batches of a user from those that are gathered."""
@@ -397,6 +434,17 @@ class ReplayBuffer:
         with contextlib.suppress(TableClosedError):
             return f"<{type(self).__name__}: {len(self):,} of {self.capacity:,} transitions>"
         return f"<{type(self).__name__}, closed>"
+
+    def __getitem__(self, number: Any) -> NoReturn:
+        """A `DataLoader` asks for rows by their numbers: say what it takes.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"Row {shown(number)} of a {type(self).__name__} was asked for, which draws its rows itself: sample(n). A "
+            "DataLoader takes DataLoader(buffer.dataset, batch_size=None), and buffer.table has the episodes."
+        )
 
     # ---------------------------------------------------------------- adding
 
@@ -473,6 +521,11 @@ class ReplayBuffer:
     ) -> None:
         """Create the table of the first row, all of which fits."""
         nestings, columns = self._nestings, self._spaces or {}
+        if "priority" in values:
+            raise SchemaError(
+                "priority was given to add, which has no priorities: new rows get the largest one so far, and "
+                "update_priority(batch, priority) sets those of a batch. Give a column of this name another one."
+            )
         if not nestings:
             if taken := [n for n in values if (n in self._taken and n not in _FIELDS) or "." in n]:
                 raise SchemaError(
@@ -600,7 +653,34 @@ class ReplayBuffer:
             whole = self._hindsight is not None and not self._hindsight.running
             what = "an episode that ends (or give Hindsight running=True)" if whole else "a transition"
             raise TableEmptyError(f"The replay buffer is empty; add {what} before the first sample.")
+        self._asked += 1
+        if not self._asked & (self._asked - 1):  # 1, 2, 4, 8, ...: it takes longer than a draw
+            self._look(self._table)
         return self._dataset
+
+    def _look(self, table: Table) -> None:
+        """Log once what makes a buffer hold, or its rows show, less than they could: short episodes."""
+        stats = table.stats()
+        if len(table) < _LEAST_LOOKED_AT:
+            return
+        what = f"{type(self).__name__} of {self.capacity:,} steps"
+        ends = (
+            "An episode also ends where obs is not the next_obs of the add before: give both the same values "
+            "(normalize batches, not what is stored; NaN equals nothing)."
+        )
+        if stats.num_evicted and stats.num_steps < self.capacity / 2:
+            notice(
+                "short-episodes",
+                f"A {what} is full with {stats.num_steps:,}: there is room for {len(table):,} trajectories, which have "
+                f"{stats.mean_length:.1f} steps on average. {ends} If they are meant to be so short, give "
+                f"mean_length={max(stats.mean_length, 1):.0f}.",
+            )
+        elif self._reach > 1 and stats.mean_length < _LEAST_MEAN:
+            notice(
+                "broken-episodes",
+                f"The {len(table):,} trajectories of a {what} have {stats.mean_length:.1f} steps on average, where "
+                f"rows are to reach over {self._reach}. {ends}",
+            )
 
     def _finish(self, batch: Batch) -> Batch:
         """The batch of a user from that of the dataset."""
@@ -680,7 +760,7 @@ class ReplayBuffer:
 
     def _options(self) -> dict[str, Any]:
         """Options that `save` keeps, for JSON."""
-        return {}
+        return {"n_step": self.n_step, "gamma": self.gamma, "stack": self.stack}
 
     def _recover(self, disk: Disk) -> None:
         """Go on with what a buffer has written into the directory."""
@@ -704,7 +784,9 @@ class ReplayBuffer:
         """A buffer with the transitions that `save` has written.
 
         Args:
-            path: the directory or address. options: as for `ReplayBuffer`, without `capacity`, the spaces and `disk`.
+            path: the directory or address.
+            options: as for `ReplayBuffer`, without `capacity`, the spaces and `disk`; `n_step` and `gamma` are by
+                default those that were saved. Give `sampler` and `batch_size` again.
 
         Raises:
             CheckpointError: the directory does not hold a buffer.

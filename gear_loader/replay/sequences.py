@@ -92,9 +92,9 @@ class SequenceBuffer(ReplayBuffer):
                 f"length is {length}, burn_in {burn_in} and overlap {self.overlap}; expected burn_in and overlap "
                 "below length."
             )
-        if unknown := {"n_step", "gamma", "hindsight", "agents"} & options.keys():
+        if unknown := {"n_step", "gamma", "hindsight", "agents", "stack"} & options.keys():
             raise SchemaError(
-                f"{sorted(unknown)} were given; a SequenceBuffer has no n-step returns, hindsight or agents. "
+                f"{sorted(unknown)} were given; a SequenceBuffer has no n-step returns, hindsight, agents or stacks. "
                 "Leave them out."
             )
         if isinstance(mutable, str) or not all(isinstance(name, str) for name in mutable):
@@ -112,6 +112,10 @@ class SequenceBuffer(ReplayBuffer):
             for column in self._nestings[name].columns():
                 schema[column] = dataclasses.replace(schema[column], mutable=True)
         return {**schema, "is_first": Column(torch.bool)}
+
+    @property
+    def _reach(self) -> int:
+        return self.length
 
     @property
     def _unit(self) -> int:

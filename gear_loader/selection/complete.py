@@ -41,8 +41,9 @@ class CompleteAnchors:
         one, others do not count.
 
         Args:
-            complete: whether windows must lie wholly inside. Else those of sequences: a step counts if columns with
-                final steps have as many after it as their windows reach further than those of other columns.
+            complete: whether windows must lie wholly inside; those with ``pad="edge"`` may begin before. Else those of
+                sequences: a step counts if columns with final steps have as many after it as their windows reach
+                further than those of other columns.
             stride: see `CompleteAnchors`.
         """
         first, ahead, finals = 0, [0, 0], set()
@@ -64,6 +65,7 @@ class CompleteAnchors:
             final = column.final
             finals.add(final)
             low, high = window.reach
+            low = 0 if window.pad == "edge" else low  # where its first step is repeated
             first, ahead[final] = max(first, -low), max(ahead[final], high)
         if complete:
             return cls(first, ahead[False], ahead[True], stride, stride)

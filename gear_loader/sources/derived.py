@@ -17,6 +17,7 @@ from gear_loader.storage.codecs import CHANNELS, Coded
 from gear_loader.storage.coders import video_of
 from gear_loader.storage.decoding import Group, decoded, decoded_frames
 from gear_loader.storage.schema import Column
+from gear_loader.utils.arrays import shown
 from gear_loader.utils.progress import progress_bar
 
 
@@ -92,7 +93,8 @@ class Filtered(EpisodeReader):
                     ) from error
                 if not isinstance(answer, (bool, np.bool_)):
                     raise SourceError(
-                        f"{reader.source}, episode {number}: filter= returned {answer!r}; expected True or False."
+                        f"{reader.source}, episode {number}: filter= returned {shown(answer)}; expected True or "
+                        "False."
                     )
                 if answer:
                     kept.append(number)

@@ -101,7 +101,8 @@ def _open(minari: Any, dataset: Any, download: bool) -> Any:
         ) from error
     raise SourceError(
         f"{str(dataset)!r} is no Minari data set: it holds no metadata.json, nor does its folder 'data'. "
-        "Expected the directory that minari.load_dataset(id).storage.data_path names."
+        "Expected the directory that minari.load_dataset(id).storage.data_path names. A directory of another kind is "
+        f"named with its kind, such as 'parquet:{dataset}' or 'lerobot:{dataset}'."
     )
 
 

@@ -99,7 +99,8 @@ def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
     """Raise SchemaError unless `anchor` is given exactly if the unit is a step."""
     if unit == "step" and anchor is None:
         raise SchemaError(
-            "No anchor was received; with unit='step' a step is named by index and anchor: pass anchor=batch['anchor']."
+            "No anchor was received; with unit='step' a step is named by index and anchor: pass the batch in place of "
+            "the index, or anchor=batch['anchor']."
         )
     if unit == "trajectory" and anchor is not None:
         raise SchemaError(

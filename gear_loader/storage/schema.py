@@ -48,7 +48,8 @@ class Column:
     """One value per step, or per trajectory: a dtype and the shape of a single value.
 
     Args:
-        dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64; ``str`` or ``bytes``,
+        dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, of torch or NumPy,
+            such as ``env.observation_space.dtype``; ``str`` or ``bytes``,
             of any length; or ``object``: what msgpack has (None, bool, int, float, str, bytes, list and dict of these),
             stored in its format by the package msgpack, never as a pickle.
         shape: shape of one value; `()` is a scalar. Every extent is at least 1. If the first is None the column is
@@ -101,7 +102,7 @@ class Column:
 
         def __init__(
             self,
-            dtype: torch.dtype | type[str] | type[bytes] | type[object],
+            dtype: torch.dtype | np.dtype[Any] | type[np.generic] | type[str] | type[bytes] | type[object],
             shape: Sequence[int | None] | int = (),
             *,
             per: Literal["step", "trajectory", "group"] = "step",
@@ -137,6 +138,8 @@ class Column:
                 msgpack()
             self._make_ragged(Values("uint8", (), text))
             return
+        if isinstance(given, np.dtype) or (isinstance(given, type) and issubclass(given, np.generic)):
+            given = next((DtypeName(name) for name, dtype in NUMPY_DTYPES.items() if given == dtype), given)
         if isinstance(given, DtypeName):
             name = str(given)
             object.__delattr__(self, "dtype")  # `__getattr__` finds it
@@ -526,7 +529,9 @@ class Schema(Mapping[str, Column]):
             )
         if not self._by_step:
             raise SchemaError(
-                f"All columns, {list(columns)}, are per trajectory; expected at least one with a value for each step."
+                f"All columns, {list(columns)}, are per trajectory; expected at least one with a value for each step. "
+                "Leave per= out of the main one, such as tokens: Column(torch.int32) has a step for each token, and "
+                "Column(torch.int32, (None,)) one for each text, of which a trajectory may have one."
             )
 
     def __getitem__(self, name: str) -> Column:

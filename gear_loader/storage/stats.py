@@ -116,7 +116,7 @@ class TableStats:
                 f"{'evicted':<14}{self.num_evicted:>16,}, expired {self.num_expired:,}{outdated}",
                 line("payload", self.payload_bytes, math.nan),
                 line("resident", self.resident_bytes, self.overhead),
-                line("fixed rows", self.fixed_row_bytes, self.fixed_row_overhead),
+                line("if padded", self.fixed_row_bytes, self.fixed_row_overhead),
                 line("reserved", self.reserved_bytes, self.reserved_bytes / payload),
                 *self._value_lines(),
                 *self._disk_lines(),

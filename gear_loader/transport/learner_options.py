@@ -101,7 +101,10 @@ def _parsed(value: Any, depth: int) -> Any:
 
 def _made(kind: str, given: dict[str, Any]) -> Any:
     if kind == "NStep" and isinstance(given.get("next"), list):
-        given["next"] = tuple(given["next"])
+        pairs = all(isinstance(each, list) and len(each) == 2 for each in given["next"])
+        given["next"] = (
+            {str(name): window for name, window in given["next"]} if pairs else tuple(given["next"])
+        )
     try:
         return _CLASSES[kind](**given)
     except TypeError as error:

@@ -15,10 +15,16 @@ def size(count: int) -> str:
 
 
 def described(value: Any) -> str:
-    """Dtype, shape and device of a tensor or an array, such as ``float32 [256, 20, 11]``; else the type's name."""
+    """Dtype, shape and device of a tensor or an array, such as ``float32 [256, 20, 11]``, or of a `Ragged`; of a list
+    its length, and the type of its first value; else the type's name."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {described(part)}" for key, part in value.items()) + "}"
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if isinstance(value, list):
+        return f"list of {len(value)}{f' {type(value[0]).__name__}' if value else ''}"
+    if shape is not None and hasattr(values := getattr(value, "values", None), "dtype"):
+        kind, _, rows = described(values).partition(" ")
+        return f"{type(value).__name__} {kind} {list(shape)}, values {rows}"
     if dtype is None or shape is None:
         return type(value).__name__
     device = str(getattr(value, "device", "cpu"))

@@ -35,6 +35,11 @@ def test_the_repr_shows_shapes_and_dtypes() -> None:
         "  mask         {observation: bool [4, 3], reward: bool [4]}",
     ]
     assert repr(Batch()) == "<Batch of 0 keys>"
+    tokens = gear.Ragged(torch.zeros(5, 2), torch.tensor([0, 3, 5]))
+    assert repr(Batch(tokens=tokens, text=["a", "b"])).splitlines()[1:] == [
+        "  tokens  Ragged float32 [2], values [5, 2]",
+        "  text    list of 2 str>",
+    ]
     assert "note   str" in repr(Batch(note="mine", index=torch.tensor(3)))
 
 

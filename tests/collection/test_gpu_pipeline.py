@@ -111,11 +111,18 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(found[key], value), key
 
 
-def test_windows_of_times_are_copies_of_what_the_cpu_gathers(
-    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
+@pytest.mark.parametrize("returns", [False, True])
+def test_windows_of_later_known_steps_are_copies_of_what_the_cpu_gathers(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table, returns: bool
 ) -> None:
-    times = gear.Window(at=[-1, 0, 2], timestamps="number", tolerance=0)
-    windows = {"value": times, "number": gear.Window(2), "task": None}
+    """Those of times, and those around the steps that returns bootstrap from."""
+    windows: dict[str, Any] = {"number": gear.Window(2), "task": None}
+    if returns:
+        following = {"value": gear.Window(3, -2, pad="edge")}
+        windows |= {"value": gear.Window(3, -2, pad="edge")}
+        windows |= {"target": gear.NStep("number", 2, 0.9, done="number", next=following)}
+    else:
+        windows["value"] = gear.Window(at=[-1, 0, 2], timestamps="number", tolerance=0)
     samplers = gear.Uniform(), gear.Prioritized(unit="step")
     for sampler in samplers:  # of which the GPU draws the second one, if it gathers
         expected = list(dataset(table, "cpu", copy=True, windows=windows, sampler=sampler))
@@ -124,6 +131,7 @@ def test_windows_of_times_are_copies_of_what_the_cpu_gathers(
         for one, other in zip(found, expected, strict=True):
             same(one, other)
             assert one["mask"]["value"].shape == (BATCH, 3)
+            assert not returns or one["target"]["next"]["value"].shape == (BATCH, 3, 4)
 
 
 @pytest.mark.parametrize("prefetch", mostly_long([0, 2], 2))

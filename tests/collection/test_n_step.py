@@ -14,6 +14,7 @@ from gear_loader.collection.collector import TableSource, collector_for
 from gear_loader.collection.n_step import OUTPUTS, Returns, n_step
 from gear_loader.collection.windows import windows_of
 from gear_loader.storage.selected_rows import SelectedRows
+from gear_loader.transport.learner_options import options_from_json, options_to_json
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -167,6 +168,47 @@ def test_tensor_operations_are_the_loop(seed: int, n: int) -> None:
         assert ends[row].tolist() == (ahead[row, step] * bool(there)).tolist()
 
 
+def test_windows_around_the_bootstrap_step() -> None:
+    """Stacks of frames, exact wherever the episode ends."""
+    schema = {
+        "frame": gear.Column(torch.float32, final=True),
+        "reward": gear.Column(torch.float32),
+        "terminated": gear.Column(torch.bool),
+    }
+    random, stored = np.random.default_rng(0), dict[int, list[float]]()
+    stack = gear.Window(4, -3, pad="edge", column="frame")
+    half = gear.Window(2, -2, every=2, pad="edge", column="frame", dtype=torch.float64, scale=0.5)
+    windows = {
+        "obs": stack,
+        "target": gear.NStep("reward", 3, 0.9, "terminated", next={"obs": stack, "half": half}),
+        "plain": gear.NStep("reward", 3, 0.9, "terminated", next="frame"),
+    }
+    with gear.Table.create(schema, max_steps=400, max_trajectories=40, block_steps=3) as table:
+        for number in range(20):
+            length, final = int(random.integers(1, 12)), number % 3 > 0
+            frames = torch.arange(length + 1) + 100.0 * number
+            done = torch.arange(length) == length - 1 if number % 2 else torch.zeros(length, dtype=torch.bool)
+            rows = {"frame": frames[:length], "reward": torch.ones(length), "terminated": done}
+            index = table.add(rows, final={"frame": frames[length]} if final else None)
+            stored[index] = frames[: length + final].tolist()
+        sampler = gear.Uniform(unit="step")
+        batch = gear.ReplayDataset(
+            table, batch_size=256, windows=windows, sampler=sampler, device="cpu"
+        ).sample()
+    target, plain = batch["target"], batch["plain"]
+    assert torch.equal(target["return"], plain["return"])
+    assert (target["next"]["half"].dtype, target["next"]["half"].shape) == (torch.float64, (256, 2))
+    for row, (index, step) in enumerate(
+        zip(batch["index"].tolist(), target["bootstrap"].tolist(), strict=True)
+    ):
+        frames, last = stored[index], len(stored[index]) - 1
+        shown = [frames[min(max(step + offset, 0), last)] for offset in range(-3, 1)]
+        assert target["next"]["obs"][row].tolist() == shown
+        assert target["next"]["half"][row].tolist() == [shown[1] / 2, shown[3] / 2]
+        assert step > last or plain["next"][row] == frames[step]
+    assert options_from_json(options_to_json({"windows": windows})) == {"windows": windows}  # for a server
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -175,6 +217,12 @@ def test_tensor_operations_are_the_loop(seed: int, n: int) -> None:
         ({"column": "none"}, r"Unknown: \['none'\]"),
         ({"done": "obs"}, r"'obs' .* has shape \[2\]"),
         ({"next": 1}, "next is 1"),
+        ({"next": {"obs": 4}}, "next is .*; expected .* or a mapping of names to gear_loader.Window"),
+        ({"next": {"none": gear.Window(4)}}, r"delivers \['none'\]; expected columns"),
+        (
+            {"next": {"obs": gear.Window(at=[0.0], timestamps="reward", tolerance=1.0)}},
+            r"next has windows with timestamps, \['obs'\]",
+        ),
         ({"next": ("obs", "none")}, r"delivers \['none'\]; expected columns"),
     ],
 )

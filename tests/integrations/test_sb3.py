@@ -365,6 +365,11 @@ def test_options_and_infos_that_do_not_fit() -> None:
     ):
         buffer.add(*call, {"TimeLimit.truncated": np.zeros(2, bool)})
     assert buffer.size() == 0
+    reads_none = ReplayBuffer(100, BOX, spaces.Discrete(3), "cpu", n_envs=2, handle_timeout_termination=False)
+    for infos in ({"final_info": None}, [{}, {}]):  # as CleanRL gives them
+        reads_none.add(*call, infos)
+    assert reads_none.size() == 2
+    assert np.array_equal(*reads_none.next_observations[:2])
 
 
 def test_a_refused_transition_leaves_no_mark_of_an_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transition_common import GAMMA, World, add_all, check, shaped
 import gear_loader as gear
 from gear_loader.collection import prefetch
 from gear_loader.errors import CheckpointError, SchemaError, TableEmptyError
+from gear_loader.utils import notices
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -83,6 +85,81 @@ def test_a_full_buffer_drops_its_oldest_and_holds_nearly_its_capacity() -> None:
     assert max(drawn) == 5_009
     assert 800 <= len(buffer) <= 1_000
     assert min(drawn) == 5_010 - len(buffer)
+
+
+@pytest.mark.parametrize("mean_length", [1, 2.5])
+@pytest.mark.parametrize("payload", [None, "1MiB"])
+def test_short_episodes_of_a_given_mean_length_fill_the_capacity(
+    mean_length: float, payload: str | None
+) -> None:
+    buffer = gear.ReplayBuffer(2_000, device="cpu", mean_length=mean_length, payload=payload)
+    for step in range(4_000):
+        obs, next_obs = ((f"{at}" if payload else float(at)) for at in (step, step + 1))
+        end = mean_length == 1 or step % 5 in (1, 4)  # of 2 and 3 steps
+        buffer.add(obs, 0, float(step), next_obs, end, False)
+    assert 1_950 <= len(buffer) <= 2_000
+
+
+def test_a_buffer_says_once_that_its_episodes_are_short(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "_seen", {})
+
+    def said(buffer: gear.ReplayBuffer, steps: int, *, follows: bool) -> str:
+        caplog.clear()
+        for step in range(steps):
+            obs = float(step) if follows else -float(step)
+            buffer.add(obs, 0, 0.0, obs + 1, False, step % 10 == 9)
+            if step % 50 == 49:
+                buffer.sample(2)
+        return caplog.text
+
+    make = lambda **options: gear.ReplayBuffer(1_000, device="cpu", **options)  # noqa: E731
+    assert said(make(n_step=3), 3_000, follows=True) == ""
+    assert said(make(), 100, follows=False) == ""  # each transition is whole, and there is room
+    text = said(make(n_step=3), 100, follows=False)
+    assert (
+        "have 1.0 steps on average, where rows are to reach over 3. An episode also ends where obs is not"
+        in text
+    )
+    assert "where rows are to reach over 20." not in text
+    monkeypatch.setattr(notices, "_seen", {})
+    assert "reach over 20" in said(gear.SequenceBuffer(1_000, length=20, device="cpu"), 100, follows=False)
+    text = said(make(), 1_000, follows=False)
+    assert "is full with 159: there is room for 159 trajectories" in text
+    assert "give mean_length=1." in text
+    assert said(make(), 1_000, follows=False) == ""  # once
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_observations_are_stacked_within_their_episodes(n: int, n_step: int, tmp_path: Path) -> None:
+    """Also those to bootstrap from, wherever an episode ends; and after a load."""
+    sampler = gear.Prioritized(unit="step")
+    buffer = gear.ReplayBuffer(900, n_step=n_step, gamma=GAMMA, stack=4, sampler=sampler, device="cpu")
+    random, episodes = np.random.default_rng(n), n
+    obs = 1000.0 * np.arange(n)
+    for step in range(200):
+        ends = random.random((2, n)) < 0.1
+        given: Any = obs, np.zeros(n, int), np.ones(n), obs + 1, *ends
+        buffer.add(*(each[0].item() for each in given) if n == 1 else given)
+        obs = obs + 1
+        for place in np.flatnonzero(ends.any(0)):
+            obs[place], episodes = 1000.0 * episodes, episodes + 1
+        if step == 100:
+            buffer.save(tmp_path / "saved")
+            loaded = gear.ReplayBuffer.load(tmp_path / "saved", sampler=sampler, device="cpu")
+        if step % 50 == 20 or step == 100:
+            batch = (loaded if step == 100 else buffer).sample(512)
+            now, then = batch["obs"][:, -1], batch["next_obs"][:, -1]
+            first, back = now // 1000 * 1000, torch.arange(3, -1, -1)
+            assert torch.equal(batch["obs"], (now[:, None] - back).maximum(first[:, None]))
+            assert torch.equal(batch["next_obs"], (then[:, None] - back).maximum(first[:, None]))
+            assert (now == first).any()  # the first step of an episode is drawn
+            assert set((then - now).tolist()) == set(range(1, n_step + 1))
+            ended = batch["discount"] == 0
+            assert ended.any()
+            torch.testing.assert_close(batch["discount"][~ended], GAMMA ** (then - now)[~ended])
 
 
 def test_a_target_is_right_where_an_episode_is_cut_off() -> None:
@@ -152,8 +229,10 @@ def test_a_saved_buffer_goes_on(tmp_path: Path) -> None:
     buffer.sample()
     buffer.save(tmp_path / "saved")
     state = buffer.state_dict()
-    again = gear.ReplayBuffer.load(tmp_path / "saved", n_step=2, gamma=GAMMA, device="cpu")
+    again = gear.ReplayBuffer.load(tmp_path / "saved", device="cpu")  # n_step and gamma are saved with it
     again.load_state_dict(state)
+    assert (again.n_step, again.gamma) == (2, GAMMA)
+    assert gear.ReplayBuffer.load(tmp_path / "saved", n_step=1, device="cpu").n_step == 1
     assert len(again) == len(buffer)
     for _ in range(3):
         a, b = buffer.sample(), again.sample()
@@ -233,7 +312,7 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"reward": np.zeros((2, 2))}, r"reward has the shape \[2, 2\]"),
-    ({"reward": np.zeros(2)}, r"reward has the shape \[2\]; expected \[1\]"),
+    ({"reward": np.zeros(2)}, r"reward has the shape \[2\]; expected a number or \[1\]: .*num_envs"),
     ({"obs": {"a": np.zeros(2)}}, r"'obs' is a dict of \['a'\]; expected an array, as before"),
     ({"next_obs": (np.zeros(2),)}, r"'obs' is a tuple of \[0\]; expected an array"),
     ({"obs": np.zeros(3)}, r"'obs' has the shape \[3\]; expected \[2\]"),
@@ -241,7 +320,7 @@ WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"obs": np.zeros(2, complex)}, "obs"),
     ({"terminated": np.zeros(3, bool)}, r"terminated has the shape \[3\]"),
     ({"truncated": 0.5}, "truncated has the shape .* and dtype float64"),
-    ({"new": 1}, r"expected \['action', 'obs'\], as before: \['new'\]"),
+    ({"new": 1}, r"the first add, \['action', 'obs'\]; missing: \[\], unknown: \['new'\]"),
     ({"active": [True, False]}, r"active has the shape \[2\]"),
 ]
 
@@ -263,6 +342,9 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"gamma": 1.5}, "gamma is 1.5"),
     ({"sampler": gear.Uniform()}, "expected one of steps"),
     ({"num_envs": 0}, "num_envs is 0"),
+    ({"stack": 0}, "stack is 0"),
+    ({"stack": 4, "payload": "1MiB"}, "stack is 4 with agents, hindsight or payload"),
+    ({"mean_length": 0.5}, "mean_length is 0.5; expected a number of at least 1"),
     ({"observation_space": 1}, "expected both, or none"),
 ]
 
@@ -271,6 +353,48 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         gear.ReplayBuffer(**{"capacity": 10, **options})
+
+
+@pytest.mark.parametrize(
+    "kind", [gear.ReplayBuffer, functools.partial(gear.SequenceBuffer, length=5, burn_in=2)]
+)
+def test_several_attached_buffers_add_to_one_table(kind: Any) -> None:
+    """As in processes of their own: each has its own running episodes."""
+    make = functools.partial(kind, 2_000, name=(name := fresh_name()), device="cpu")
+    learner = make()
+    learner.add(-1.0, 0, 0.0, -2.0, True, False)
+    actors = [make(if_exists="attach") for _ in range(3)]
+    try:
+        for step in range(70):
+            for number, actor in enumerate(actors):
+                obs = 1000.0 * number + step
+                actor.add(obs, 0, 0.0, obs + 1, False, step % 30 == 29)
+            learner.sample(4)
+        assert len(learner) == 1 + 3 * 70
+        assert learner.table is not None
+        assert sorted(len(learner.table[int(i)]["obs"]) for i in learner.table.indices()) == [
+            1,
+            *3 * [10],
+            *6 * [30],
+        ]
+        batch = learner.sample(512)
+        steps, inside = batch["next_obs"] - batch["obs"], batch.get("mask", torch.tensor(True))
+        assert set(steps[inside.expand(steps.shape)].tolist()) == {1.0, -1.0}
+        assert len(set((batch["obs"] // 1000).flatten().tolist())) >= 4
+    finally:
+        gear.Table.attach(name).unlink()
+
+
+def test_what_a_buffer_is_not_says_what_to_do() -> None:
+    buffer = gear.ReplayBuffer(50, device="cpu")
+    with pytest.raises(SchemaError, match=r"priority was given to add, .* largest one so far"):
+        buffer.add(**GOOD, priority=1.0)
+    assert len(buffer) == 0
+    buffer.add(**GOOD)
+    with pytest.raises(
+        TypeError, match=r"Row 0 of a ReplayBuffer .* DataLoader\(buffer.dataset, batch_size=None\)"
+    ):
+        next(iter(torch.utils.data.DataLoader(buffer, batch_size=None)))  # type: ignore[arg-type]
 
 
 def test_an_empty_buffer_says_so(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"generation": [1]}, r"generation is int64 \[1\]; expected integers \[2\]"),
     ({"generation": [1.0, 1.0]}, r"generation is \[1\.0, 1\.0\]; expected integers \[2\]"),
     ({"stale": "skip"}, "stale is 'skip'; expected 'ignore' or 'error'"),
-    ({"anchor": None}, r"No anchor was received; .* pass anchor=batch\['anchor'\]"),
+    ({"anchor": None}, r"No anchor was received; .* pass the batch .* or anchor=batch\['anchor'\]"),
     ({"anchor": [0]}, r"anchor is .*; expected integers \[2\]"),
     ({"anchor": [0.0] * 2}, r"anchor is .*; expected integers \[2\]"),
     ({"anchor": [[0]] * 2}, r"anchor is .*; expected integers \[2\]"),

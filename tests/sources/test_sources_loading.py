@@ -177,6 +177,7 @@ def test_a_reader_of_values_of_any_length(coded: list[bytes]) -> None:
         load(damaged, progress=False)
     for function, message in (
         (lambda episode: None, "episode 0: filter= returned None; expected True or False"),
+        (lambda episode: np.arange(9), r"episode 0: filter= returned .*\[9\].*; expected True or False"),
         (lambda episode: episode["y"], "episode 0: filter= raised KeyError: 'y'"),
         (lambda episode: False, "filter= takes none of 3 episodes"),
         (3, "filter= is 3; expected a function"),

@@ -20,7 +20,7 @@ from table_common import DTYPES, bits, random_values
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
-from gear_loader.storage.dtypes import torch_dtypes
+from gear_loader.storage.dtypes import NUMPY_DTYPES, torch_dtypes
 from gear_loader.storage.schema import BATCH_KEYS, Schema
 
 # Window ----------------------------------------------------------------------------------------------
@@ -311,10 +311,27 @@ def test_columns(dtype: torch.dtype) -> None:
     assert gear.Column(dtype) == gear.Column(dtype, ())
 
 
+@pytest.mark.parametrize("name", NUMPY_DTYPES)
+def test_dtypes_of_numpy(name: str) -> None:
+    wanted = gear.Column(getattr(torch, name), (4,))
+    for dtype in (np.dtype(name), np.dtype(name).type):
+        column = gear.Column(dtype, (4,))
+        assert (column, column.dtype, repr(column)) == (wanted, wanted.dtype, repr(wanted))
+        assert pickle.loads(pickle.dumps(column)) == wanted
+
+
 def test_columns_that_are_refused() -> None:
     wrong: Any
     for wrong in (
-        *(torch.complex64, torch.float8_e4m3fn, torch.uint16, float, np.float32, np.dtype("float32")),
+        *(
+            torch.complex64,
+            torch.float8_e4m3fn,
+            torch.uint16,
+            float,
+            np.uint16,
+            np.dtype("complex64"),
+            np.generic,
+        ),
         *("float32", None, [], {}),
     ):
         message = f"Column dtype {wrong!r} is not supported; expected one of torch.bool, "

@@ -109,7 +109,7 @@ def test_the_summary_is_readable() -> None:
         "evicted 7, expired 3",
         "payload 1,000,000 B",
         "resident 1,050,000 B 1.050 x payload",
-        "fixed rows 2,345,678 B 2.346 x payload",
+        "if padded 2,345,678 B 2.346 x payload",
         "reserved 4,000,000 B 4.000 x payload",
     ]
     figures = {0: "1,234", 1: "567,890", 2: "9,000", 7: "1,050,000", 8: "2,345,678"}

@@ -213,5 +213,7 @@ def test_columns_that_make_no_sense() -> None:
         gear.Column(torch.bool, per="episode")  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="expected one of them"):
         gear.Column(torch.bool, per="trajectory", final=True)
-    with pytest.raises(SchemaError, match="expected at least one with a value for each step"):
+    with pytest.raises(
+        SchemaError, match=r"expected at least one with a value for each step\. Leave per= out"
+    ):
         gear.Table.create({"x": gear.Column(torch.bool, per="trajectory")}, max_steps=1, max_trajectories=1)

@@ -115,8 +115,18 @@ class HerReplayBuffer(DictReplayBuffer, _HerReplayBuffer):
 
     # ---------------------------------------------------------------- episodes
 
+    @property
+    def _reads_infos(self) -> bool:
+        return bool(self.copy_info_dict) or super()._reads_infos
+
     def add(
-        self, obs: Any, next_obs: Any, action: Array, reward: Array, done: Array, infos: list[dict[str, Any]]
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]] | dict[str, Any],
     ) -> None:
         """As `ReplayBuffer.add`; transitions can be sampled when their episode has ended."""
         row = self.pos

@@ -196,6 +196,11 @@ class ReplayBuffer(_ReplayBuffer):
 
     # ---------------------------------------------------------------- adding
 
+    @property
+    def _reads_infos(self) -> bool:
+        """Whether `add` needs infos of each environment."""
+        return bool(self.handle_timeout_termination)
+
     def add(
         self,
         obs: Any,
@@ -203,19 +208,23 @@ class ReplayBuffer(_ReplayBuffer):
         action: Array,
         reward: Array,
         done: Array,
-        infos: list[dict[str, Any]],
+        infos: list[dict[str, Any]] | dict[str, Any],
     ) -> None:
         """Add one transition of each environment, as SB3's buffer does; `sample` may draw it from now on.
 
+        Args:
+            infos: read with `handle_timeout_termination` only, a list of a dict for each environment; without it also
+                what Gymnasium's vector environments return.
+
         Raises:
-            SchemaError: a value does not fit, or `infos` is one mapping, as Gymnasium's vector environments return it.
-                Nothing was added.
+            SchemaError: a value does not fit, or `infos` is one mapping where it is read. Nothing was added.
         """
-        if isinstance(infos, dict):
+        if isinstance(infos, dict) and self._reads_infos:
             raise SchemaError(
                 f"infos is a dict with the keys {list(infos)}; expected a list with one dict for each environment, as "
                 "SB3's VecEnv returns it. Of a Gymnasium vector environment: "
-                "[{'TimeLimit.truncated': bool(t)} for t in truncations]."
+                "[{'TimeLimit.truncated': bool(t)} for t in truncations], or make the buffer with "
+                "handle_timeout_termination=False, which reads no infos, and give terminations as done."
             )
         ring = self._ring
         try:
@@ -256,7 +265,7 @@ class ReplayBuffer(_ReplayBuffer):
         rows["reward"][...] = reward
         self._ring.ended[...] = done
 
-    def _note_ends(self, infos: list[dict[str, Any]]) -> None:
+    def _note_ends(self, infos: Any) -> None:
         """Set the columns ``terminated`` and ``truncated``, which are zeros while no episode ends."""
         rows, ended = self._ring.rows, self._ring.ended
         truncated = rows["truncated"]
