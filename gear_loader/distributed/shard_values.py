@@ -2,7 +2,7 @@
 the servers of others.
 
 Each distinct value is requested once for a batch, however many rows and windows show it. Values of a table with a disk
-tier, and frames of video in windows, are named by their steps, so that what trajectories share is one for each of them.
+tier, and frames of video in windows, are named by their steps: the row records tell which trajectories share them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from gear_loader.collection.movers import RowMover
 from gear_loader.collection.ragged_values import rows_of
 from gear_loader.collection.windows import source_of, steps_of
+from gear_loader.distributed.records import ORIGINS
 from gear_loader.distributed.remote import RemoteShard, RowRequest, ValuePart
 from gear_loader.distributed.shard_frames import RemoteFrames, local_frames, shown_frames
 from gear_loader.errors import TransportError
@@ -235,8 +236,11 @@ class ShardValues:
             row, asked = rows.records[numbers[which]], records[which]
             owners, own = np.unique(np.stack((row["slot"], row["generation"])), axis=1, return_inverse=True)
             own = own.reshape(-1)
-            # What names a step, of a table with a disk tier, is another value in each trajectory.
-            keys = np.column_stack((own, asked)) if (asked[:, 0] < 0).any() else asked
+            # What names a step, of a table with a disk tier, is another value in each trajectory, unless they share it.
+            keys = asked
+            if (asked[:, 0] < 0).any():
+                group = mover.layout.schema[column].group
+                keys = np.column_stack((_sharing(row, None if group else steps_in(asked)), asked))
             keys, first, place = np.unique(keys, axis=0, return_index=True, return_inverse=True)
             known = keys[:, -2:]
             # Values of a trajectory that lie one after another are asked for as one.
@@ -304,6 +308,19 @@ class ShardValues:
             mover.staging.give(part.memory)
         gone: Array = np.any(lost[asked.entries], axis=0)
         return memory, gone, failure
+
+
+def _sharing(rows: Array, steps: Array | None) -> Array:
+    """What tells apart the trajectories of values that are named by their steps, int64 [n, 2]: the same for values that
+    several share.
+
+    Args:
+        rows: records of their rows. steps: int64 [n]; None of values per group.
+    """
+    own, roots, common, slots, generations = (rows[name] for name in ORIGINS)
+    if steps is None:
+        return np.stack((slots, generations), axis=1)
+    return np.stack((np.where((roots >= 0) & (steps < common), roots, own), np.zeros_like(own)), axis=1)
 
 
 def _steps_shown(layout: Any, batch: Mapping[str, Any], names: list[str], rows: Any) -> Array:
