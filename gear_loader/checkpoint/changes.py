@@ -277,8 +277,8 @@ class OnDisk:
         """Numbers of segments in the archive to bring back: few of their rows are live, which then lie on the disk.
 
         Args:
-            new: as for `sparsest`. dropped: what that has returned. bytes_of: bytes of a segment. most_bytes: of what is brought back.
-            most_steps: as for `sparsest`, of which some are left.
+            new: as for `sparsest`. dropped: what that has returned. bytes_of: bytes of a segment.
+            most_bytes: of what is brought back. most_steps: as for `sparsest`, of which some are left.
         """
         live = self.live_after(changes)
         local = [each for number, each in self.segments.items() if not each.archive and number not in dropped]

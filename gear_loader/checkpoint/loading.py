@@ -171,8 +171,6 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
     tier = None if options.disk is None else options.disk.tier()
     blocks, payload = sizes.pop("max_blocks"), sizes.pop("payload") or None
     shares = share.saved.prefixes and options.device is None
-    if not shares:  # each trajectory has separate blocks
-        blocks = max(blocks, Table.required_blocks(rows_of(share.records), sizes["block_steps"]))
     if options.memory is not None:
         blocks = None
     elif given["max_blocks"] is None and tier is not None:
@@ -181,6 +179,8 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         size is not None for name, size in given.items() if name != "payload"
     ):
         blocks = None
+    elif given["max_blocks"] is None and not shares:  # each trajectory has separate blocks
+        blocks = max(blocks, Table.required_blocks(rows_of(share.records), sizes["block_steps"]))
     lengths, rules = share.records["length"], share.saved.rules
     mean = float(lengths.mean()) if sizes["block_steps"] == "auto" and len(lengths) else None
     memory = Memory(options.memory, blocks, mean, options.packed, payload=payload, prefixes=shares)
@@ -443,13 +443,14 @@ def _reads(
             before=before,
         )
         for name, column in schema.items()
-        for first, ends, places, before in (shared if name in groups else once if column.trajectory else steps)
+        for first, ends, places, before in (
+            shared if name in groups else once if column.trajectory else steps
+        )
     ]
 
 
 _Span = tuple[Array, Array, Array, Array | None]
-"""Of some trajectories: first row in a file, the row after the last, the place of their blocks, and the steps before; as
-of `ColumnRead`."""
+"""Of some trajectories, as of `ColumnRead`: first row, the row after the last, place of the blocks, steps before."""
 
 
 def _spans(records: Array, segment: Segment, kind: str, first_ids: Array) -> list[_Span]:

@@ -110,7 +110,11 @@ class Manifest:
         }
         if self.rules.version is None:
             del fields["policy_version"]
-        fields["index"] = {"path": fields.pop("index_name"), **vars(self.index), "record": record_of(self.shares).descr}
+        fields["index"] = {
+            "path": fields.pop("index_name"),
+            **vars(self.index),
+            "record": record_of(self.shares).descr,
+        }
         if not self.schema.ragged:
             del fields["payload"]
         del fields["shares"]

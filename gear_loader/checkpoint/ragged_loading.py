@@ -43,9 +43,8 @@ def load_values(
     Args:
         table: the new table, in which nothing is committed. directory: the loaded one.
         reads: the reads that have put the records into the blocks, and others.
-        slots, generations: int64 [n], of all trajectories. leaders: int64 [n], number of the one that each has its values
-            per group of. first_ids: int64 [n], where the blocks of each begin in
-            `ids`, int32.
+        slots, generations: int64 [n], of all trajectories. leaders: int64 [n], number of the one whose values per group
+            each has. first_ids: int64 [n], where the blocks of each begin in `ids`, int32.
 
     Returns:
         Bytes of the memory of values that are needed, if it has fewer; then nothing has been read. Else 0.
@@ -59,7 +58,9 @@ def load_values(
     bounds = [value_bounds(schema, directory, read, ids) for read in reads]
     owners = [np.searchsorted(first_ids, read.places, side="right") - 1 for read in reads]
     groups = group_columns(schema)
-    owners = [leaders[each] if read.name in groups else each for read, each in zip(reads, owners, strict=True)]
+    owners = [
+        leaders[each] if read.name in groups else each for read, each in zip(reads, owners, strict=True)
+    ]
     sizes: Array = np.zeros((len(slots), len(names)), dtype=np.int64)
     for read, found, owner in zip(reads, bounds, owners, strict=True):
         row_bytes = schema.ragged[read.name].row_bytes
@@ -84,7 +85,9 @@ def load_values(
         number, values = names.index(read.name), schema.ragged[read.name]
         rows = read.ends - read.first
         move_records(rows, read.places, ids, read.place, values.row_bytes, found, targets[owner, number])
-        _, once = np.unique(owner, return_index=True)  # what several share is read once, and lies in one place
+        _, once = np.unique(
+            owner, return_index=True
+        )  # what several share is read once, and lies in one place
         once = np.sort(once)
         place = [heap.ctypes.data, GRAIN, values.row_bytes, values.row_bytes, _LONGEST]
         value_reads.append(

@@ -148,7 +148,17 @@ class ColumnRead:
             one = slice(i, i + 1)
             begin, end = max(low, int(self.first[i]) * size), min(high, int(self.ends[i]) * size)
             zero = self.first[one] - self.before[one]  # its steps before are not there, and not copied
-            copy_rows(address + begin - low, begin, end, zero, self.ends[one], self.places[one], ids, self.place, True)
+            copy_rows(
+                address + begin - low,
+                begin,
+                end,
+                zero,
+                self.ends[one],
+                self.places[one],
+                ids,
+                self.place,
+                True,
+            )
 
     def chunks(self) -> Array:
         """Numbers of the chunks that hold wanted rows, int64 [n], ascending."""

@@ -338,7 +338,7 @@ class Save:
         # The index of a save, and the header of each column's file, are small beside the steps.
         once = self.schema.trajectory_bytes / max(1.0, self.layout.max_steps / self.layout.max_trajectories)
         if self.schema.ragged:
-            slots, records = changes.unwritten()
+            slots, _ = changes.unwritten()
             segments, columns = self.on_disk.segments.values(), stored_columns(self.schema)
             size = int(used_bytes(self._region, self.index)[slots].sum())
             size += sum(

@@ -156,7 +156,9 @@ def _find_begins(
             rows, place = int(each["length"]), (int(each["segment"]), int(each["first"]))
         offer(int(each["sequence"]), rows, *place)
         offer(int(their_roots[i]), min(rows, int(their_common[i])), *place)
-    numbers, lengths, ends = (each.tolist() for each in (records["sequence"], records["length"], rows_of(records)))
+    numbers, lengths, ends = (
+        each.tolist() for each in (records["sequence"], records["length"], rows_of(records))
+    )
     for i in np.flatnonzero(np.isin(records["sequence"], wanted) | (roots >= 0)).tolist():
         root, steps = int(roots[i]), int(common[i])
         rows, segment, first = best.get(root, (0, 0, 0)) if root >= 0 else (0, 0, 0)
@@ -185,7 +187,9 @@ def referred_rows(records: Array) -> tuple[Array, Array, Array]:
     np.maximum.at(rows, inverse.reshape(-1), taken["begin_rows"])
     gone = ~_among(names, np.stack((records["segment"], records["first"]), axis=1))
     groups = np.unique(np.stack((records["group_segment"], records["group_place"]), axis=1), axis=0)
-    groups = groups[~_among(groups, np.stack((records["segment"], records["place"].astype(np.int64)), axis=1))]
+    groups = groups[
+        ~_among(groups, np.stack((records["segment"], records["place"].astype(np.int64)), axis=1))
+    ]
     return names[gone, 0], rows[gone], groups[:, 0]
 
 
@@ -193,7 +197,8 @@ def _among(pairs: Array, others: Array) -> Array:
     """Which of some pairs, int64 [n, 2], are among others; bool [n]."""
     kind = np.dtype((np.void, 16))
     found: Array = np.isin(
-        np.ascontiguousarray(pairs).view(kind).reshape(-1), np.ascontiguousarray(others).view(kind).reshape(-1)
+        np.ascontiguousarray(pairs).view(kind).reshape(-1),
+        np.ascontiguousarray(others).view(kind).reshape(-1),
     )
     return found
 
@@ -226,7 +231,9 @@ class Common(NamedTuple):
             found.leaders[numbers] = numbers[_holders(own, groups) % len(own)]
             rows = records["begin_rows"]
             who = np.flatnonzero(rows)
-            who = who[np.argsort(-rows[who], kind="stable")]  # without its owner the one with the most holds a place
+            who = who[
+                np.argsort(-rows[who], kind="stable")
+            ]  # without its owner the one with the most holds a place
             own = np.stack((records["segment"], records["first"]), axis=1)
             own[who] = -1
             begins = np.stack((records["begin_segment"], records["begin_first"]), axis=1)[who]
@@ -237,7 +244,7 @@ class Common(NamedTuple):
         return found
 
     def parents(self, inside: Array, block_steps: int, copied: int) -> tuple[Array, Array]:
-        """Whose blocks each of those inside (bool [n]) has, and up to which, int64 [n] each; see `Index.begin_stored`."""
+        """Whose blocks each of those inside (bool [n]) has, and up to which; int64 [n], see `Index.begin_stored`."""
         parents, shared = np.full(len(inside), -1, dtype=np.int64), np.zeros(len(inside), dtype=np.int64)
         who, keys, steps = self._alike(inside)
         if len(who):
@@ -292,6 +299,8 @@ class Common(NamedTuple):
 def _holders(own: Array, places: Array) -> Array:
     """The first of `own`, int64 [n, 2], that is each of some places, int64 [m, 2]; int64 [m]. Where there is none: the
     first of the places that is the same one, counted from n on."""
-    _, first, inverse = np.unique(np.concatenate((own, places)), axis=0, return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(
+        np.concatenate((own, places)), axis=0, return_index=True, return_inverse=True
+    )
     found: Array = first[inverse.reshape(-1)[len(own) :]]
     return found

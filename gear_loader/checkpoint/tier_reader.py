@@ -37,7 +37,7 @@ from gear_loader.errors import CheckpointError, StaleIndexError
 from gear_loader.native import file_reads
 from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
 from gear_loader.storage.disk import LostRowsError
-from gear_loader.storage.disk_copies import COPY, copies_of
+from gear_loader.storage.disk_copies import copies_of
 from gear_loader.storage.disk_records import MovedRowsError, on_disk, tag_of
 from gear_loader.storage.ids import ids_of
 from gear_loader.storage.tier_counts import HITS, MISSES, READ_BYTES, READ_NANOSECONDS, SLOW_SHARE, note_wait
@@ -501,14 +501,18 @@ class FileReader:
             kind = "group_" if name in self._groups else ""
             return places[f"{kind}segment"], who, places[f"{kind}place"], zero + 1, zero
         before = np.clip(places["begin_rows"] - first, 0, counts)
-        own = places["segment"], who, places["first"] + first + before - places["begin_rows"], counts - before, before
+        own = (
+            places["segment"],
+            who,
+            places["first"] + first + before - places["begin_rows"],
+            counts - before,
+            before,
+        )
         split = np.flatnonzero(before)
         if not len(split):
             return own
         begins = places["begin_segment"], who, places["begin_first"] + first, before, zero
-        parts = [
-            np.concatenate((mine, other[split])) for mine, other in zip(own, begins, strict=True)
-        ]
+        parts = [np.concatenate((mine, other[split])) for mine, other in zip(own, begins, strict=True)]
         return parts[0], parts[1], parts[2], parts[3], parts[4]
 
     # ---------------------------------------------------------------- reading

@@ -29,7 +29,7 @@ _MARK, _COPIES = 0, 1
 _SHARED = ("begin_rows", "begin_segment", "begin_first", "group_segment", "group_place")
 _FIELDS = 5
 assert COPIES_WIDTH == _COPIES + 2 * _FIELDS
-assert SHARED_WIDTH == _COPIES + 2 * (_FIELDS + len(_SHARED))
+assert _COPIES + 2 * (_FIELDS + len(_SHARED)) == SHARED_WIDTH
 
 
 COPY = np.dtype(

@@ -748,8 +748,8 @@ class Index:
 
         Args:
             lengths, finals: int64 [n]. inside: bool [n], whether each one gets blocks. claim: as for `begin`.
-            parents, shared: int64 [n]; blocks number `IndexArrays.copied_blocks` to `shared` - 1 are those of an earlier
-                one of the n, which is inside.
+            parents, shared: int64 [n]; blocks number `IndexArrays.copied_blocks` to `shared` - 1 are those of one of
+                the n before it, which is inside.
             note: called under the lock when `claim` has the slots.
 
         Returns:

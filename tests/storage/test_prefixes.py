@@ -149,9 +149,13 @@ def beside_a_twin(columns: dict[str, gear.Column], on_full: Any, seed: int, path
         if path is not None:
             assert table._engine.num_spilled > 0
             table.save(path)
-            loaded = gear.Table.load(path, max_blocks=400)
-            for index, slot in zip(loaded.indices(), table.indices(), strict=True):
-                assert same(loaded[int(index)], known[int(slot)][0])
+            with gear.Table.load(path, max_blocks=400) as loaded:
+                assert loaded.stats().blocks_in_use <= len(
+                    np.concatenate([known[int(i)][1] for i in table.indices()])
+                )
+                loaded.check_valid()
+                for index, slot in zip(loaded.indices(), table.indices(), strict=True):
+                    assert same(loaded[int(index)], known[int(slot)][0])
         table.remove(table.indices())
         assert table.stats().blocks_in_use == 0
         table.check_valid()
@@ -237,17 +241,19 @@ def test_values_of_any_length_that_a_trajectory_has_once() -> None:
 
 
 def test_a_loaded_table_needs_memory_for_its_copies_of_shared_values(tmp_path: Path) -> None:
-    columns = {"token": STEPS["token"], "image": gear.Column(torch.uint8, (None,), per="group")}
+    """Those that steps have; values per group are shared again."""
+    columns = {"token": STEPS["token"], "image": gear.Column(torch.uint8, (None,))}
     memory = gear.Memory(payload="4KiB", prefixes=True)
     with gear.Table.create(columns, max_steps=200, max_trajectories=9, memory=memory) as table:
-        first = table.add({"token": torch.arange(9), "image": np.arange(200, dtype=np.uint8).repeat(10)})
-        table.extend([{"token": torch.arange(2)}] * 3, prefix=first)
+        image = np.arange(200, dtype=np.uint8).repeat(10)
+        first = table.add({"token": torch.arange(1), "image": [image]})
+        table.extend([{"token": torch.arange(2), "image": [image[:0]] * 2}] * 3, prefix=first)
         table.save(tmp_path)
         with pytest.raises(CheckpointError, match="each trajectory has its own copy") as error:
             gear.Table.load(tmp_path)
         needed = int(str(error.value).partition("payload=")[2].partition(" ")[0].replace(",", ""))
         with gear.Table.load(tmp_path, payload=needed) as loaded:
-            assert all(len(loaded[int(slot)]["image"]) == 2_000 for slot in loaded.indices())
+            assert all(len(loaded[int(slot)]["image"][0]) == 2_000 for slot in loaded.indices())
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -266,7 +272,7 @@ def test_batches_are_those_of_a_table_that_shares_nothing(layout: Any, tmp_path:
         shared.save(tmp_path / "saved")
         windows: Any = gear.Whole() if layout == "packed" else gear.Window(6, -3, pad="edge")
         with gear.Table.load(tmp_path / "saved") as loaded:
-            assert loaded.stats().blocks_in_use == apart.stats().blocks_in_use > shared.stats().blocks_in_use
+            assert loaded.stats().blocks_in_use == shared.stats().blocks_in_use < apart.stats().blocks_in_use
             batches = [
                 list(
                     itertools.islice(
