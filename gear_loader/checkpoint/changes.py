@@ -176,12 +176,11 @@ class OnDisk:
 
     def _count(self, slots: Array, sign: int) -> None:
         """Count what is in some slots in or out."""
-        records = self.records[slots]
-        records = records[records["sequence"] >= 0]
-        self.num_trajectories += sign * len(records)
-        self.num_steps += sign * int(records["length"].sum())
+        slots = slots[self.records["sequence"][slots] >= 0]
+        self.num_trajectories += sign * len(slots)
+        self.num_steps += sign * int(self.records["length"][slots].sum())
         if not self._shares:
-            for number, rows in _rows_by_segment(records).items():
+            for number, rows in _rows_by_segment(self.records[slots]).items():
                 self.live[number] += sign * rows
 
     @property
@@ -195,7 +194,7 @@ class OnDisk:
 
     def _live_of(self, records: Array) -> dict[int, int]:
         """Rows of each segment that trajectories use, of records that are `SHARING`."""
-        records = records[records["sequence"] >= 0]
+        records = words_of(records)[records["sequence"] >= 0].reshape(-1).view(SHARING)
         live = dict.fromkeys(self.segments, 0) | _rows_by_segment(records)
         numbers, rows, groups = referred_rows(records)
         for number, count in zip(numbers.tolist(), rows.tolist(), strict=True):

@@ -162,6 +162,8 @@ class Save:
         self._saves = old.saves + 1 if old else 1
         self.index_file: IndexFile | None = None
         self._dropped = frozenset[int]()
+        # Of changes, while segments are dropped: their shared rows.
+        self._counted: tuple[SavedChanges | None, frozenset[int], int] = None, self._dropped, 0
         if on_disk is not None:
             self.on_disk, self.index_file = on_disk
             return
@@ -376,14 +378,18 @@ class Save:
         if not self.layout.prefixes:
             return None
         given = self.index.arrays, self.schema, trajectories, self.on_disk.records
-        return places_for(*given, self.on_disk.segments.keys() - self._dropped)
+        return places_for(*given, self._dropped)
 
     def _new_rows(self, changes: SavedChanges) -> int:
         """Rows that have to be written."""
         trajectories = changes.unwritten()
-        shared = self._shared(trajectories)
         rows = int(rows_of(trajectories[1]).sum())
-        return rows if shared is None else rows - int(shared.begin_rows.sum())
+        known, dropped, _ = self._counted
+        if self.layout.prefixes and not (known is changes and dropped is self._dropped):
+            shared = self._shared(trajectories)
+            assert shared is not None
+            self._counted = changes, self._dropped, int(shared.begin_rows.sum())
+        return rows - self._counted[2]
 
     def _segment_bytes(self, segment: Segment) -> int:
         return sum(segment.bytes(name, column) for name, column in stored_columns(self.schema).items())

@@ -75,18 +75,40 @@ class Places(NamedTuple):
         records["group_place"][at] = groups[:, 1]
 
 
+class _Kin(NamedTuple):
+    """What trajectories in slots have in common with others: leaders, as of `keys_of`, and `prefixes_of`; int64 [n].
+
+    And whether they are those that were asked for, bool [n]: another may have the slot of one that is gone.
+    """
+
+    keys: Array
+    roots: Array
+    common: Array
+    fresh: Array
+
+    @classmethod
+    def of(cls, arrays: IndexArrays, slots: Array, numbers: Array) -> _Kin:
+        """Look without the lock. Numbers: int64 [n], of the trajectories."""
+        generations = arrays.generation[slots]
+        fresh = (arrays.state[slots] == READY) & (arrays.sequence[slots] == numbers)
+        roots, common = prefixes_of(arrays, slots)
+        leaders, since = leaders_of(arrays, slots)
+        fresh &= arrays.generation[slots] == generations
+        return cls(since * arrays.num_slots + leaders, np.where(fresh, roots, -1), common, fresh)
+
+
 def places_for(
     arrays: IndexArrays,
     schema: Schema,
     trajectories: tuple[Array, Array],
     known: Array,
-    segments: Collection[int],
+    dropped: Collection[int],
 ) -> Places:
     """Find what trajectories that are to be written share with one another, and with what is on disk. Takes no lock.
 
     Args:
         arrays: of the index. trajectories: slots, int64 [n], and records, `SHARING` [n], in order of commitment.
-        known: `SHARING`, of each slot what is on disk. segments: numbers of those that stay there.
+        known: `SHARING`, of each slot what is on disk. dropped: numbers of segments that do not stay there.
     """
     slots, records = trajectories
     count = len(slots)
@@ -95,25 +117,24 @@ def places_for(
         np.zeros((count, 2), dtype=np.int64),
         np.stack((np.zeros(count, dtype=np.int64), np.arange(count)), axis=1),
     )
+    kin = _Kin.of(arrays, slots, records["sequence"])
     there = np.flatnonzero(known["sequence"] >= 0)
-    there = there[np.isin(segments_of(known[there]), list(segments)).all(axis=1)]
-    everyone = np.concatenate((slots, there))
-    numbers = np.concatenate((records["sequence"], known["sequence"][there]))
-    generations = arrays.generation[everyone]
-    same = (arrays.state[everyone] == READY) & (arrays.sequence[everyone] == numbers)
-    roots, common = prefixes_of(arrays, everyone)
-    leaders, since = leaders_of(arrays, everyone)
-    same &= arrays.generation[everyone] == generations
-    # One that is gone, whose slot another trajectory may have, has nothing in common with anybody.
-    fresh, there = same[:count], there[same[count:]]
-    kept = np.flatnonzero(same[count:]) + count
+    if len(there) and count:  # those that may have something in common with them
+        everyone, wanted = _Kin.of(arrays, there, known["sequence"][there]), np.unique(kin.roots)
+        near = np.isin(everyone.keys, kin.keys) if group_columns(schema) else np.zeros(len(there), dtype=bool)
+        near |= np.isin(known["sequence"][there], wanted)
+        near |= (everyone.roots >= 0) & np.isin(everyone.roots, wanted)
+        there = there[near & everyone.fresh]
+        if dropped:
+            there = there[~np.isin(segments_of(known[there]), list(dropped)).any(axis=1)]
+    on_disk = known[there]
+    others = _Kin.of(arrays, there, on_disk["sequence"])
+    on_disk, others = on_disk[others.fresh], _Kin(*(each[others.fresh] for each in others))
     if group_columns(schema):
-        keys = since * arrays.num_slots + leaders
-        keys[:count][~fresh] = -1 - np.arange(count)[~fresh]
-        _find_groups(found.groups, keys[:count], keys[kept], known[there])
+        keys = np.where(kin.fresh, kin.keys, -1 - np.arange(count))
+        _find_groups(found.groups, keys, others.keys, on_disk)
     if not schema.steps.ragged:
-        roots[:count][~fresh] = -1
-        _find_begins(found, records, roots[:count], common[:count], (known[there], roots[kept], common[kept]))
+        _find_begins(found, records, kin.roots, kin.common, (on_disk, others.roots, others.common))
     return found
 
 
@@ -179,28 +200,44 @@ def referred_rows(records: Array) -> tuple[Array, Array, Array]:
     Args:
         records: `SHARING`, of all live trajectories.
     """
-    assert records.dtype == SHARING
-    taken = records[records["begin_rows"] > 0]
-    names = np.stack((taken["begin_segment"], taken["begin_first"]), axis=1)
-    names, inverse = np.unique(names, axis=0, return_inverse=True)
-    rows = np.zeros(len(names), dtype=np.int64)
-    np.maximum.at(rows, inverse.reshape(-1), taken["begin_rows"])
-    gone = ~_among(names, np.stack((records["segment"], records["first"]), axis=1))
-    groups = np.unique(np.stack((records["group_segment"], records["group_place"]), axis=1), axis=0)
-    groups = groups[
-        ~_among(groups, np.stack((records["segment"], records["place"].astype(np.int64)), axis=1))
-    ]
-    return names[gone, 0], rows[gone], groups[:, 0]
+    own = records["segment"], records["place"]
+    which = np.flatnonzero(records["begin_rows"])
+    segments, first, rows = (records[f"begin_{name}"][which] for name in ("segment", "first", "rows"))
+    gone = _gone(segments, first, records["segment"], records["first"])
+    segments, first, rows = segments[gone], first[gone], rows[gone]
+    order = np.lexsort((rows, first, segments))
+    last = order[_ends(segments[order], first[order])]
+    segments, rows = segments[last], rows[last]
+    away = np.flatnonzero((records["group_segment"] != own[0]) | (records["group_place"] != own[1]))
+    groups, places = records["group_segment"][away], records["group_place"][away]
+    gone = _gone(groups, places, *own)
+    groups, places = groups[gone], places[gone]
+    order = np.lexsort((places, groups))
+    return segments, rows, groups[order][_ends(groups[order], places[order])]
 
 
-def _among(pairs: Array, others: Array) -> Array:
-    """Which of some pairs, int64 [n, 2], are among others; bool [n]."""
-    kind = np.dtype((np.void, 16))
-    found: Array = np.isin(
-        np.ascontiguousarray(pairs).view(kind).reshape(-1),
-        np.ascontiguousarray(others).view(kind).reshape(-1),
-    )
+def _ends(*columns: Array) -> Array:
+    """Whether a row differs from the next one, bool [n]."""
+    found: Array = np.ones(len(columns[0]), dtype=bool)
+    found[:-1] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
     return found
+
+
+def _gone(segments: Array, places: Array, own_segments: Array, own_places: Array) -> Array:
+    """Whether no trajectory is at each of some places in segments any more, bool [n].
+
+    Args:
+        segments, places: int64 [n]. own_segments, own_places: int64 [m], where live trajectories are.
+    """
+    numbers = np.unique(np.concatenate((segments, own_segments)))
+    bits = int(max(places.max(initial=0), own_places.max(initial=0))).bit_length()
+    keys, own = (
+        np.searchsorted(numbers, of) << bits | at
+        for of, at in ((segments, places), (own_segments, own_places.astype(np.int64)))
+    )
+    own = np.sort(own)
+    at = np.minimum(np.searchsorted(own, keys), max(len(own) - 1, 0))
+    return np.asarray(own[at] != keys) if len(own) else np.ones(len(keys), dtype=bool)
 
 
 class Common(NamedTuple):
