@@ -148,7 +148,7 @@ def whole_share(
         check_files(directory, segment, manifest.schema, checksums=checksums)
     part = Part(folder, manifest, records, np.arange(len(records)))
     copied, all_of_them = int(bool(manifest.schema.per_trajectory)), np.ones(len(records), dtype=bool)
-    common = Common.of([(records, part.places)], len(records))
+    common = Common.of(manifest.schema, [(records, part.places)], len(records))
     _, shared = common.parents(all_of_them, manifest.block_steps, copied)
     blocks = Table.required_blocks(rows_of(records), manifest.block_steps)
     blocks = max(manifest.num_blocks, blocks - int(np.maximum(shared - copied, 0).sum()))
@@ -269,7 +269,8 @@ class Share:
     @property
     def common(self) -> Common:
         """What the trajectories have in common."""
-        return Common.of([(part.records, part.places) for part in self.parts], len(self.records))
+        parts = [(part.records, part.places) for part in self.parts]
+        return Common.of(self.saved.schema, parts, len(self.records))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,11 +421,9 @@ def _reads(
     records, schema, groups = part.records, table.schema, group_columns(table.schema)
     once = _spans(records, segment, "place", blocks.first_ids[part.places])
     shared = _spans(records, segment, "group_place", blocks.first_ids[part.places]) if groups else []
-    steps = [
-        *_spans(records, segment, "first", blocks.first_ids[part.places]),
-        *_begin_spans(part, segment, blocks),
-    ]
-    if not (once or shared or steps):
+    steps = _spans(records, segment, "first", blocks.first_ids[part.places])
+    begins = _begin_spans(part, segment, blocks)
+    if not (once or shared or steps or begins):
         return []
     with directory.child_to_load(part.segment(segment)) as folder, readable(folder.at(CHECKSUMS_NAME)):
         checksums = read_checksums(folder, segment, table.schema)
@@ -441,11 +440,14 @@ def _reads(
             place=table._engine.region.column_place(name),
             more=checksums.get(values_of(name), b""),
             before=before,
+            begins=is_begin,
         )
         for name, column in schema.items()
-        for first, ends, places, before in (
-            shared if name in groups else once if column.trajectory else steps
+        for spans, is_begin in (
+            (shared if name in groups else once if column.trajectory else steps, False),
+            ([] if column.trajectory else begins, True),
         )
+        for first, ends, places, before in spans
     ]
 
 
@@ -561,8 +563,8 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
 def _check_payload(table: Table, where: str, needed: int) -> None:
     if needed:
         raise UnfitError(
-            f"{where} needs payload={needed:,} (each trajectory has its own copy of the values of steps that several "
-            f"shared); the table has {table._engine.region.layout.payload:,}. Load it with as many."
+            f"{where} needs payload={needed:,}; the table has {table._engine.region.layout.payload:,}. Load it with as "
+            "many."
         )
 
 

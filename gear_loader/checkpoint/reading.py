@@ -122,6 +122,7 @@ class ColumnRead:
         places: int64 [n], where the blocks of each begin in the list of blocks.
         place: int64 [5], of the column in the table, as for `copy_rows`.
         before: int64 [n], steps of each trajectory before its first row; none without it.
+        begins: whether they are rows that trajectories begin with, and others have, too.
         more: checksums of the file of the values of a ragged column.
     """
 
@@ -136,6 +137,12 @@ class ColumnRead:
     place: Array
     more: bytes = b""
     before: Array | None = None
+    begins: bool = False
+
+    @property
+    def steps_before(self) -> Array:
+        """`before`, or zeros."""
+        return np.zeros_like(self.first) if self.before is None else self.before
 
     def copy(self, address: int, low: int, high: int, ids: Array) -> None:
         """Copy bytes `low` to `high` - 1 of the file's rows, which are at an address, into the blocks."""

@@ -440,7 +440,7 @@ class Save:
     ) -> Array:
         """Write new rows, each group as a segment; the index never refers to those that are lost.
 
-        Where others were to have something of one that is lost, they are written once more, without it.
+        Those that were to have something of one that is lost are written once more, without it.
 
         Args:
             segments: directory of the segments.
@@ -459,8 +459,8 @@ class Save:
                 continue
             segment = self._write_segment(segments, writer, rows)
             at = order[np.searchsorted(changes.slots, rows.slots, sorter=order)]
-            lacking = np.zeros_like(rows.lost) if rows.shared is None else rows.shared.without(rows.lost)
-            if lacking.any():
+            lacking = np.zeros_like(rows.lost)
+            if rows.shared is not None and (lacking := rows.shared.without(rows.lost, segment.number)).any():
                 left = rows.slots[lacking], changes.records[at[lacking]]
                 again.append(self._rows(left, under_ticket=under_ticket))
             place = np.flatnonzero(~rows.lost & ~lacking)

@@ -1,9 +1,9 @@
 """Where what trajectories share lies on disk: it is written once, and the records of all of them say where.
 
-A trajectory that begins with steps of another has only the other steps among its rows, unless steps have ragged values.
-Values per group lie with one of the trajectories that they were stored for. The place may be in an earlier segment: one
-whose trajectories are all gone stays as long as a record names something in it, and whoever rewrites a segment writes
-all trajectories anew that have something there.
+A trajectory that begins with steps of another has only the other steps among its rows. Values per group lie with one of
+the trajectories that they were stored for. The place may be in an earlier segment: one whose trajectories are all gone
+stays as long as a record names something in it, and whoever rewrites a segment writes all trajectories anew that have
+something there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gear_loader.checkpoint.trajectory_records import SHARING, rows_of, segments_of
+from gear_loader.storage.disk_records import tag_of
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.prefixes import leaders_of, prefixes_of
 from gear_loader.storage.schema import Schema
@@ -49,9 +50,17 @@ class Places(NamedTuple):
         own: Array = (self.groups[:, 0] == _HERE) & (self.groups[:, 1] == np.arange(len(self.groups)))
         return own
 
-    def without(self, lost: Array) -> Array:
-        """Trajectories that were to have something of one that is lost (bool [n]), and are not lost; bool [n]."""
-        found: Array = np.zeros(len(lost), dtype=bool)
+    def without(self, lost: Array, segment: int) -> Array:
+        """Trajectories that are to be written once more, bool [n].
+
+        They were to have something of one that is lost, or their steps lie in two segments that `tag_of` cannot tell
+        apart.
+
+        Args:
+            lost: bool [n], whether each could not be written. segment: number of the new one.
+        """
+        other = (self.begin_rows > 0) & (self.begins[:, 0] != _HERE) & (self.begins[:, 0] != segment)
+        found: Array = other & (tag_of(self.begins[:, 0]) == tag_of(np.array(segment)))
         for used, (segments, who) in ((self.begin_rows > 0, self.begins.T), (True, self.groups.T)):
             here = np.flatnonzero(used & (segments == _HERE))
             found[here] |= lost[who[here]]
@@ -133,8 +142,7 @@ def places_for(
     if group_columns(schema):
         keys = np.where(kin.fresh, kin.keys, -1 - np.arange(count))
         _find_groups(found.groups, keys, others.keys, on_disk)
-    if not schema.steps.ragged:
-        _find_begins(found, records, kin.roots, kin.common, (on_disk, others.roots, others.common))
+    _find_begins(found, records, kin.roots, kin.common, (on_disk, others.roots, others.common))
     return found
 
 
@@ -244,29 +252,35 @@ class Common(NamedTuple):
     """What n trajectories that are loaded have in common.
 
     Attributes:
-        leaders: int64 [n], which of them has the values per group of each.
+        leaders: int64 [n], which of them has the values per group of each, and of the steps in common.
         roots, steps: int64 [n], with which of them each begins, -1 for none, and how many steps they have in common.
+        in_blocks: whether they share the blocks of these steps: not if steps have ragged values.
     """
 
     leaders: Array
     roots: Array
     steps: Array
+    in_blocks: bool
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[Array, Array]], count: int) -> Common:
+    def of(cls, schema: Schema, parts: Iterable[tuple[Array, Array]], count: int) -> Common:
         """Find it.
 
         Args:
             parts: records of one checkpoint each, and int64, their numbers among the n, ascending.
         """
-        found = cls(np.arange(count), np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64))
+        roots, in_blocks = np.full(count, -1, dtype=np.int64), not schema.steps.ragged
+        found = cls(np.arange(count), roots, np.zeros(count, dtype=np.int64), in_blocks)
         for records, numbers in parts:
             if records.dtype != SHARING or not len(records):
                 continue
             own = np.stack((records["segment"], records["place"].astype(np.int64)), axis=1)
-            groups = np.stack((records["group_segment"], records["group_place"]), axis=1)
-            found.leaders[numbers] = numbers[_holders(own, groups) % len(own)]
-            rows = records["begin_rows"]
+            groups, rows = (
+                np.stack((records["group_segment"], records["group_place"]), axis=1),
+                records["begin_rows"],
+            )
+            if group_columns(schema):
+                found.leaders[numbers] = numbers[_holders(own, groups) % len(own)]
             who = np.flatnonzero(rows)
             who = who[
                 np.argsort(-rows[who], kind="stable")
@@ -277,7 +291,13 @@ class Common(NamedTuple):
             holders = np.concatenate((np.arange(len(own)), who))[_holders(own, begins)]
             others = holders != who
             who, holders = who[others], holders[others]
-            found.roots[numbers[who]], found.steps[numbers[who]] = numbers[holders], rows[who]
+            who, holders, rows = numbers[who], numbers[holders], rows[who]
+            if schema.steps.ragged:
+                if not group_columns(schema):
+                    found.leaders[who] = holders
+                alike = found.leaders[who] == found.leaders[holders]  # else each has values for itself
+                who, holders, rows = who[alike], holders[alike], rows[alike]
+            found.roots[who], found.steps[who] = holders, rows
         return found
 
     def parents(self, inside: Array, block_steps: int, copied: int) -> tuple[Array, Array]:
@@ -314,7 +334,7 @@ class Common(NamedTuple):
         int64 [m] each."""
         begun = self.roots >= 0
         keys = np.where(begun, self.roots, np.arange(len(self.roots)))
-        who = np.flatnonzero(inside & (begun | np.isin(keys, self.roots)))
+        who = np.flatnonzero(inside & self.in_blocks & (begun | np.isin(keys, self.roots)))
         return who, keys[who], np.where(begun, self.steps, 1 << 62)[who]
 
     def note(self, arrays: IndexArrays, slots: Array, sequences: Array) -> None:

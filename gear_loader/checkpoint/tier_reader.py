@@ -237,8 +237,12 @@ class FileReader:
                 ends = np.cumsum(taken)
                 which = np.repeat(offsets // 16 - ends + taken, taken) + np.arange(int(ends[-1]))
                 records = out[: len(out) // 16 * 16].view(np.int64).reshape(-1, 2)
-                segments = places["group_segment" if name in self._groups else "segment"]
-                names = np.repeat(slots, taken), np.repeat(segments, taken)
+                segments = np.repeat(places["group_segment" if name in self._groups else "segment"], taken)
+                if not self._schema[name].trajectory:
+                    steps = np.repeat(first - ends + taken, taken) + np.arange(int(ends[-1]))
+                    begun = steps < np.repeat(places["begin_rows"], taken)
+                    segments = np.where(begun, np.repeat(places["begin_segment"], taken), segments)
+                names = np.repeat(slots, taken), segments
                 records[which] = on_disk(records[which], *names)
 
     def read_values(
@@ -252,6 +256,7 @@ class FileReader:
         # What lies one after another, in the file and in memory, is read at once.
         joined: Array = np.zeros(len(slots), dtype=bool)
         joined[1:] = (slots[1:] == slots[:-1]) & (first[1:] == first[:-1] + counts[:-1])
+        joined[1:] &= tags[1:] == tags[:-1]
         joined[1:] &= out[1][1:] == out[1][:-1] + counts[:-1] * size
         begins = np.flatnonzero(~joined)
         counts = np.add.reduceat(counts, begins)
@@ -288,8 +293,12 @@ class FileReader:
             places = self._look_up(slots, generations)
             if tags is not None:
                 (key,) = outs
-                shared = column_of(key) in self._groups
-                places["segment"] = places["group_segment" if shared else "segment"]
+                name = column_of(key)
+                if name in self._groups:
+                    places["segment"] = places["group_segment"]
+                elif not self._schema[name].trajectory:
+                    others = (places["begin_rows"] > 0) & (tag_of(places["segment"]) != tags)
+                    places["segment"][others] = places["begin_segment"][others]
                 if (tag_of(places["segment"]) != tags).any():
                     raise MovedRowsError
                 places["first"] = places["begin_rows"] = 0

@@ -240,20 +240,35 @@ def test_values_of_any_length_that_a_trajectory_has_once() -> None:
         table.check_valid()
 
 
-def test_a_loaded_table_needs_memory_for_its_copies_of_shared_values(tmp_path: Path) -> None:
-    """Those that steps have; values per group are shared again."""
-    columns = {"token": STEPS["token"], "image": gear.Column(torch.uint8, (None,))}
+def test_a_loaded_table_shares_values_of_steps_and_groups(tmp_path: Path) -> None:
+    columns = {
+        "token": STEPS["token"],
+        "image": gear.Column(torch.uint8, (None,)),
+        "text": gear.Column(bytes, per="group"),
+    }
     memory = gear.Memory(payload="4KiB", prefixes=True)
     with gear.Table.create(columns, max_steps=200, max_trajectories=9, memory=memory) as table:
         image = np.arange(200, dtype=np.uint8).repeat(10)
-        first = table.add({"token": torch.arange(1), "image": [image]})
-        table.extend([{"token": torch.arange(2), "image": [image[:0]] * 2}] * 3, prefix=first)
-        table.save(tmp_path)
-        with pytest.raises(CheckpointError, match="each trajectory has its own copy") as error:
-            gear.Table.load(tmp_path)
-        needed = int(str(error.value).partition("payload=")[2].partition(" ")[0].replace(",", ""))
-        with gear.Table.load(tmp_path, payload=needed) as loaded:
-            assert all(len(loaded[int(slot)]["image"][0]) == 2_000 for slot in loaded.indices())
+        first = table.add({"token": torch.arange(2), "image": [image, image[:3]], "text": b"x" * 500})
+        others = {"token": torch.arange(2), "image": [image[:0], image[:9]]}
+        table.extend([others] * 3, prefix=first, prefix_steps=1)
+        used = table.stats().value_resident_bytes
+        for removed in (False, True):
+            table.save(tmp_path)
+            with gear.Table.load(tmp_path) as loaded:
+                assert loaded.stats().value_resident_bytes <= used
+                loaded.check_valid()
+                for slot, other in zip(loaded.indices().tolist(), table.indices().tolist(), strict=True):
+                    assert loaded[slot]["image"].tolist()[0].tolist() == image.tolist()
+                    assert loaded[slot]["image"].values.equal(table[other]["image"].values)
+                    assert loaded[slot]["text"] == b"x" * 500
+                again = loaded.add(others, prefix=int(loaded.indices()[-1]), prefix_steps=1)
+                assert len(loaded[again]["image"]) == 3
+                loaded.check_valid()
+            if not removed:
+                table.remove(first)
+        with pytest.raises(CheckpointError, match=r"needs payload=2,\d+; the table has 2,000. Load it with"):
+            gear.Table.load(tmp_path, payload=2_000)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
