@@ -267,7 +267,7 @@ def test_a_loaded_table_shares_values_of_steps_and_groups(tmp_path: Path) -> Non
                 loaded.check_valid()
             if not removed:
                 table.remove(first)
-        with pytest.raises(CheckpointError, match=r"needs payload=2,\d+; the table has 2,000. Load it with"):
+        with pytest.raises(CheckpointError, match=r"needs payload=2,\d+; the table has 2,048. Load it with"):
             gear.Table.load(tmp_path, payload=2_000)
 
 
