@@ -20,9 +20,9 @@ several threads can read and check parts of a column (`.reading`). Trajectories 
 blocks in memory, are stored separately, each as a whole.
 
 In a table whose trajectories may share steps and values per group (`Memory(prefixes=True)`) these are stored once
-(`.sharing`), the records have 112 bytes, and the version is 6: ``begin_rows`` steps of a trajectory are the rows from
-``begin_first`` on of segment ``begin_segment``, and only what follows them is at ``first``. Its values per group are
-those that row ``group_place`` of these columns in segment ``group_segment`` names.
+(`.shared_places`), the records have 112 bytes, and the version is 6: ``begin_rows`` steps of a trajectory are the rows
+from ``begin_first`` on of segment ``begin_segment``, and only what follows them is at ``first``. Its values per group
+are those that row ``group_place`` of these columns in segment ``group_segment`` names.
 
 The manifest says which fields a record has, and how many bytes of the index are valid. The last record of a trajectory
 counts; one of length 0 says that it is gone, or fills a block of the disk::

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from gear_loader.checkpoint.segments import Segment
-from gear_loader.checkpoint.sharing import referred_rows
+from gear_loader.checkpoint.shared_places import referred_rows
 from gear_loader.checkpoint.trajectory_records import (
     SHARING,
     Counters,

@@ -19,7 +19,7 @@ from gear_loader.checkpoint.opening import open_to_load, place_of
 from gear_loader.checkpoint.ragged_loading import load_values, value_bounds
 from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
-from gear_loader.checkpoint.sharing import Common, group_columns
+from gear_loader.checkpoint.shared_places import Common, group_columns
 from gear_loader.checkpoint.spilling import hottest, note_places
 from gear_loader.checkpoint.trajectory_records import SHARING, Counters, own_rows, rows_of, segments_of
 from gear_loader.errors import CheckpointError
@@ -274,7 +274,7 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class _LoadedBlocks:
     """The blocks of trajectories that are loaded, int64 [n] each.
 
     Attributes:
@@ -288,7 +288,7 @@ class _Blocks:
     copied: int = 0
 
     @classmethod
-    def alone(cls, first_ids: Array) -> _Blocks:
+    def alone(cls, first_ids: Array) -> _LoadedBlocks:
         """Blocks of which each belongs to one trajectory."""
         return cls(first_ids, np.zeros_like(first_ids))
 
@@ -335,7 +335,7 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
         first_ids = np.cumsum(blocks) - blocks
         memory = table._engine.region.device_memory
         if memory is None:
-            places = _Blocks(first_ids, shared, layout.block_steps, arrays.copied_blocks)
+            places = _LoadedBlocks(first_ids, shared, layout.block_steps, arrays.copied_blocks)
             reads = _all_reads(table, directory, parts, places)
             read_columns(directory, reads, ids, progress=progress)
             if table.schema.ragged:
@@ -391,7 +391,7 @@ def _fill_device(
             some.append(dataclasses.replace(part, records=part.records[which], places=part.places[which]))
         reads = [
             dataclasses.replace(read, place=memory.place_in(image, read.name))
-            for read in _all_reads(table, directory, some, _Blocks.alone(first_ids - begin))
+            for read in _all_reads(table, directory, some, _LoadedBlocks.alone(first_ids - begin))
         ]
         blocks = ids[begin : int(ends[high - 1])]
         read_columns(directory, reads, np.arange(len(blocks), dtype=np.int32), progress=progress)
@@ -399,7 +399,9 @@ def _fill_device(
         low = high
 
 
-def _all_reads(table: Table, directory: Directory, parts: list[Part], blocks: _Blocks) -> list[ColumnRead]:
+def _all_reads(
+    table: Table, directory: Directory, parts: list[Part], blocks: _LoadedBlocks
+) -> list[ColumnRead]:
     """`_reads` of all segments of some checkpoints."""
     return [
         read
@@ -410,7 +412,7 @@ def _all_reads(table: Table, directory: Directory, parts: list[Part], blocks: _B
 
 
 def _reads(
-    table: Table, directory: Directory, part: Part, segment: Segment, blocks: _Blocks
+    table: Table, directory: Directory, part: Part, segment: Segment, blocks: _LoadedBlocks
 ) -> list[ColumnRead]:
     """What to read of one segment.
 
@@ -476,7 +478,7 @@ def _spans(records: Array, segment: Segment, kind: str, first_ids: Array) -> lis
     return [(first, first + rows, first_ids[which], before)]
 
 
-def _begin_spans(part: Part, segment: Segment, blocks: _Blocks) -> list[_Span]:
+def _begin_spans(part: Part, segment: Segment, blocks: _LoadedBlocks) -> list[_Span]:
     """Rows of a segment that trajectories begin with, whose other steps are elsewhere."""
     records, found = part.records, list[_Span]()
     if records.dtype != SHARING:
@@ -521,7 +523,7 @@ def _value_bytes(table: Table, directory: Directory, part: Part, which: Array) -
     reads = [
         dataclasses.replace(read, place=place)
         for segment in part.manifest.segments
-        for read in _reads(table, directory, part, segment, _Blocks.alone(first))
+        for read in _reads(table, directory, part, segment, _LoadedBlocks.alone(first))
     ]
     for name, values in table.schema.ragged.items():
         some = [read for read in reads if read.name == name]
@@ -553,7 +555,7 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
     reads = [
         dataclasses.replace(read, place=place)
         for segment in part.manifest.segments
-        for read in _reads(table, directory, part, segment, _Blocks.alone(np.arange(len(slots))))
+        for read in _reads(table, directory, part, segment, _LoadedBlocks.alone(np.arange(len(slots))))
         if read.name == name
     ]
     read_columns(directory, reads, np.arange(len(slots), dtype=np.int32))

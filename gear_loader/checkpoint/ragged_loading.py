@@ -11,7 +11,7 @@ from gear_loader.checkpoint.directory import REMEDY, Directory
 from gear_loader.checkpoint.names import column_file, values_of
 from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.segments import stored_columns
-from gear_loader.checkpoint.sharing import group_columns
+from gear_loader.checkpoint.shared_places import group_columns
 from gear_loader.errors import CheckpointError, TableFullError
 from gear_loader.native.ragged_copies import find_values, move_records
 from gear_loader.storage.operations.extents import GRAIN
@@ -54,7 +54,7 @@ def load_values(
         CheckpointError: a file is damaged, or its records contradict it.
     """
     schema, heap = table.schema, table._engine.region.payload()
-    files, runs = stored_columns(schema), _Runs(group_columns(schema), leaders)
+    files, runs = stored_columns(schema), _ValueRuns(group_columns(schema), leaders)
     # Those that trajectories begin with last: one of them may have these values among its own.
     reads = sorted((read for read in reads if read.name in schema.ragged), key=lambda read: read.begins)
     bounds = [value_bounds(schema, directory, read, ids) for read in reads]
@@ -100,7 +100,7 @@ def load_values(
     return 0
 
 
-class _Runs:
+class _ValueRuns:
     """Values that are stored one after another: those of a trajectory in a column, or what several have in common.
 
     Args:

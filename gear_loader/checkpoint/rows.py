@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from gear_loader.checkpoint.files import Arena
-from gear_loader.checkpoint.sharing import Places, group_columns
+from gear_loader.checkpoint.shared_places import SharedPlaces, group_columns
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import StaleIndexError
 from gear_loader.native.saving_loops import CORRUPT, LOST, ON_DISK, copy_out
@@ -61,7 +61,7 @@ class TrajectoryRows:
         payload: PayloadReader | None = None,
         reader: TierReader | None = None,
         on_device: bool = False,
-        shared: Places | None = None,
+        shared: SharedPlaces | None = None,
     ) -> None:
         self.slots, self.shared = slots, shared
         self._before = np.zeros(len(slots), dtype=np.int64) if shared is None else shared.begin_rows

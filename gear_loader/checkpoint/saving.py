@@ -42,7 +42,7 @@ from gear_loader.checkpoint.names import (
 from gear_loader.checkpoint.opening import make_directory, place_of
 from gear_loader.checkpoint.rows import TrajectoryRows
 from gear_loader.checkpoint.segments import Segment, check_files, stored_columns, write_checksums
-from gear_loader.checkpoint.sharing import Places, places_for
+from gear_loader.checkpoint.shared_places import SharedPlaces, places_for
 from gear_loader.checkpoint.trajectory_records import as_sharing, rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.payload import used_bytes
@@ -373,7 +373,7 @@ class Save:
                 max(1, live - most + most // 32),  # a little more, so that this is rare
             )
 
-    def _shared(self, trajectories: tuple[Array, Array]) -> Places | None:
+    def _shared(self, trajectories: tuple[Array, Array]) -> SharedPlaces | None:
         """What some trajectories that are to be written share; None of a table that shares nothing."""
         if not self.layout.prefixes:
             return None

@@ -19,7 +19,7 @@ import numpy as np
 
 from gear_loader.checkpoint.changes import OnDisk
 from gear_loader.checkpoint.returning_values import ReturningValues
-from gear_loader.checkpoint.sharing import Common
+from gear_loader.checkpoint.shared_places import Common
 from gear_loader.checkpoint.trajectory_records import rows_of, segments_of
 from gear_loader.errors import StaleIndexError
 from gear_loader.kernels.sum_tree import UNSET

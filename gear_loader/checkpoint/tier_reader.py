@@ -31,7 +31,7 @@ from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, column_of, values_of
 from gear_loader.checkpoint.reading import ColumnFile
 from gear_loader.checkpoint.segments import Segment, read_checksums, stored_columns
-from gear_loader.checkpoint.sharing import group_columns
+from gear_loader.checkpoint.shared_places import group_columns
 from gear_loader.checkpoint.trajectory_records import segments_of
 from gear_loader.errors import CheckpointError, StaleIndexError
 from gear_loader.native import file_reads

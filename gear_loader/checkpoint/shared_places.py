@@ -30,7 +30,7 @@ def group_columns(schema: Schema) -> tuple[str, ...]:
     return tuple(name for name in schema.per_group if name not in schema.late)
 
 
-class Places(NamedTuple):
+class SharedPlaces(NamedTuple):
     """Where trajectories that are to be written as a segment have what they share.
 
     Attributes:
@@ -112,7 +112,7 @@ def places_for(
     trajectories: tuple[Array, Array],
     known: Array,
     dropped: Collection[int],
-) -> Places:
+) -> SharedPlaces:
     """Find what trajectories that are to be written share with one another, and with what is on disk. Takes no lock.
 
     Args:
@@ -121,7 +121,7 @@ def places_for(
     """
     slots, records = trajectories
     count = len(slots)
-    found = Places(
+    found = SharedPlaces(
         np.zeros(count, dtype=np.int64),
         np.zeros((count, 2), dtype=np.int64),
         np.stack((np.zeros(count, dtype=np.int64), np.arange(count)), axis=1),
@@ -147,7 +147,7 @@ def places_for(
 
 
 def _find_groups(groups: Array, keys: Array, known_keys: Array, known: Array) -> None:
-    """Fill `Places.groups`: of all with the same key one has the values."""
+    """Fill `SharedPlaces.groups`: of all with the same key one has the values."""
     names, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     groups[:, 1] = first[inverse.reshape(-1)]
     if not len(known_keys):
@@ -160,9 +160,9 @@ def _find_groups(groups: Array, keys: Array, known_keys: Array, known: Array) ->
 
 
 def _find_begins(
-    found: Places, records: Array, roots: Array, common: Array, known: tuple[Array, Array, Array]
+    found: SharedPlaces, records: Array, roots: Array, common: Array, known: tuple[Array, Array, Array]
 ) -> None:
-    """Fill `Places.begin_rows` and `begins`.
+    """Fill `SharedPlaces.begin_rows` and `begins`.
 
     Args:
         records: of the trajectories. roots, common: as of `prefixes_of`. known: the same three of those on disk.
