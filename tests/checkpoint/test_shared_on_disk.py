@@ -24,6 +24,7 @@ from gear_loader.checkpoint.index import read_records
 from gear_loader.checkpoint.manifest import read_manifest
 from gear_loader.checkpoint.trajectory_records import SHARING
 from gear_loader.errors import CheckpointError
+from gear_loader.storage import disk_records
 from gear_loader.storage.disk import LostRowsError
 
 COLUMNS = {
@@ -53,7 +54,7 @@ def add(table: gear.Table, number: int, length: int, *, group: int | None = None
 
 
 def make(columns: dict[str, gear.Column] = COLUMNS, **options: Any) -> gear.Table:
-    payload = "64KiB" if len(columns) > len(STEPS) else None
+    payload = "64KiB" if any(column.ragged for column in columns.values()) else None
     memory = gear.Memory(payload=payload, max_blocks=options.pop("max_blocks", None), prefixes=True)
     return gear.Table.create(columns, memory=memory, **{**SIZES, **options})
 
@@ -318,3 +319,32 @@ def test_a_table_that_version_5_wrote(size: str | None, tmp_path: Path) -> None:
     assert records_at(path)["begin_rows"].tolist() == [0] * 8 + [9] * 2
     with gear.Table.load(path) as loaded:
         assert contents(loaded)["contents"] == expected
+
+
+def test_segments_that_the_records_of_values_cannot_tell_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of values on disk have a few bits of a segment's number: what a trajectory has is not in two such."""
+    monkeypatch.setattr(disk_records, "_SEGMENT_BITS", 1)
+    columns = {"token": COLUMNS["token"], "words": gear.Column(torch.int16, (None,))}
+    with make(columns, disk=gear.Disk(tmp_path, sync_seconds=NEVER, size="1GiB"), max_blocks=400) as table:
+        words = [np.arange(5 * i, 9 * i, dtype=np.int16) for i in range(12)]
+        slots = [table.add({"token": np.arange(12), "words": words})]
+        for i in range(6):
+            given = {"token": np.arange(2), "words": words[i : i + 2]}
+            slots.append(table.add(given, prefix=slots[0], prefix_steps=9))
+            table.save(tmp_path)
+        expected = contents(table)
+        records = records_at(tmp_path)
+        shared = records["begin_rows"] > 0
+        apart = (records["segment"] != records["begin_segment"])[shared]
+        assert apart.sum() >= 4
+        assert ((records["segment"] - records["begin_segment"])[shared][apart] % 2 == 1).all()
+        assert spill(table, table.indices()) == 7
+        assert contents(table) == expected
+        table.remove(slots[0])
+        table.save(tmp_path)
+        assert contents(table)["contents"] == expected["contents"][1:]
+    with gear.Table.load(tmp_path) as loaded:
+        assert contents(loaded)["contents"] == expected["contents"][1:]
+        assert loaded.stats().value_resident_bytes < 3 * sum(each.nbytes for each in words)
