@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.collection.windows import packed_span, ragged_of, reach_of
+from gear_loader.collection.windows import packed_span, reach_of
 from gear_loader.dataset.options import Ranks
 from gear_loader.dataset.origin import Origin
 from gear_loader.distributed.budget_planner import ShardBudgetPlanner
@@ -163,7 +163,7 @@ class ShardOrigin(Origin):
             history=history,
             reach=reach_of(context.table.schema, windows) if one_sided else None,
             packed=packed,
-            tree=tree or bool(ragged_of(context.table.schema, windows)),
+            tree=tree or bool(context.table.schema.ragged),
             deal=deal,
             prefer_local=self.ranks.prefer_local,
         )

@@ -28,6 +28,7 @@ from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.disk_records import rows_of as sizes_of
 from gear_loader.storage.disk_records import steps_in
 from gear_loader.storage.ragged import Ragged, Values, texts
+from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -239,8 +240,7 @@ class ShardValues:
             # What names a step, of a table with a disk tier, is another value in each trajectory, unless they share it.
             keys = asked
             if (asked[:, 0] < 0).any():
-                group = mover.layout.schema[column].group
-                keys = np.column_stack((_sharing(row, None if group else steps_in(asked)), asked))
+                keys = np.column_stack((_sharing(mover.layout.schema[column], row, steps_in(asked)), asked))
             keys, first, place = np.unique(keys, axis=0, return_index=True, return_inverse=True)
             known = keys[:, -2:]
             # Values of a trajectory that lie one after another are asked for as one.
@@ -310,17 +310,18 @@ class ShardValues:
         return memory, gone, failure
 
 
-def _sharing(rows: Array, steps: Array | None) -> Array:
+def _sharing(column: Column, rows: Array, steps: Array) -> Array:
     """What tells apart the trajectories of values that are named by their steps, int64 [n, 2]: the same for values that
     several share.
 
     Args:
-        rows: records of their rows. steps: int64 [n]; None of values per group.
+        column: theirs. rows: records of their rows. steps: int64 [n].
     """
     own, roots, common, slots, generations = (rows[name] for name in ORIGINS)
-    if steps is None:
+    if column.group and not column.late:
         return np.stack((slots, generations), axis=1)
-    return np.stack((np.where((roots >= 0) & (steps < common), roots, own), np.zeros_like(own)), axis=1)
+    begins = (roots >= 0) & (steps < common) & (not column.trajectory)
+    return np.stack((np.where(begins, roots, own), np.zeros_like(own)), axis=1)
 
 
 def _steps_shown(layout: Any, batch: Mapping[str, Any], names: list[str], rows: Any) -> Array:
