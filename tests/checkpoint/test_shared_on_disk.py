@@ -220,7 +220,7 @@ def test_a_trajectory_that_leaves_before_it_is_written(
             assert used(loaded) == used(table)
 
 
-@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("names", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_power_cut_loses_what_was_not_synced(tmp_path: Path, names: bool) -> None:
     """After every call of the system, with members of groups in several segments, of which some are rewritten."""
     path = tmp_path / "disk"
@@ -348,3 +348,20 @@ def test_segments_that_the_records_of_values_cannot_tell_apart(
     with gear.Table.load(tmp_path) as loaded:
         assert contents(loaded)["contents"] == expected["contents"][1:]
         assert loaded.stats().value_resident_bytes < 3 * sum(each.nbytes for each in words)
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, STEPS], ids=["groups", "steps"])
+def test_the_size_of_a_disk_counts_what_is_shared_once(
+    columns: dict[str, gear.Column], tmp_path: Path
+) -> None:
+    """A tier that would have room for half of the trajectories, if each had everything for itself."""
+    size = 18_000 if columns is COLUMNS else 14_000
+    disk = gear.Disk(tmp_path, sync_seconds=NEVER, size=size)
+    with make(columns, disk=disk, max_blocks=400, on_full="evict_oldest") as table:
+        grouped(table, range(6), size=9, steps=20)
+        table.save(tmp_path)
+        assert len(table) == 54
+        assert payload(tmp_path) <= size < payload(tmp_path) + 20 * 20 * 48 // 2
+        expected = contents(table)
+        assert spill(table, table.indices()) == 54
+        assert contents(table) == expected
