@@ -327,7 +327,7 @@ def _adds_until_killed(name: str, begun: Any) -> None:
     with gear.Table.attach(name) as table:
         for number in itertools.count(2):
             slot = table.add(rows(STEPS, number, 5), prefix=0, prefix_steps=18)
-            table.add(rows(STEPS, number, 2), prefix=slot)
+            table.extend([rows(STEPS, number, 2)] * 2, prefix=[0, slot])  # which keeps both
             begun.set()
 
 
