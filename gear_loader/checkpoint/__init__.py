@@ -16,14 +16,20 @@ Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every c
 row ``place[i]`` of columns per trajectory.
 
 The manifest has a checksum of the index and of each file of checksums, so its size does not grow with the data; and
-several threads can read and check parts of a column (`.reading`). Trajectories that share blocks in memory are stored
-separately, each as a whole.
+several threads can read and check parts of a column (`.reading`). Trajectories with overlapping chunks, which share
+blocks in memory, are stored separately, each as a whole.
+
+In a table whose trajectories may share steps and values per group (`Memory(prefixes=True)`) these are stored once
+(`.shared_places`), the records have 112 bytes, and the version is 6: ``begin_rows`` steps of a trajectory are the rows
+from ``begin_first`` on of segment ``begin_segment``, and only what follows them is at ``first``. Its values per group
+are those that row ``group_place`` of these columns in segment ``group_segment`` names.
 
 The manifest says which fields a record has, and how many bytes of the index are valid. The last record of a trajectory
 counts; one of length 0 says that it is gone, or fills a block of the disk::
 
     fields = json.load(open("manifest.json"))["index"]
-    records = np.fromfile(fields["path"], [tuple(field) for field in fields["record"]], fields["bytes"] // 72)
+    record = np.dtype([tuple(field) for field in fields["record"]])
+    records = np.fromfile(fields["path"], record, fields["bytes"] // record.itemsize)
 
 A new index is written when more than half of the records are out of date, as segments are of which less than half is
 live.

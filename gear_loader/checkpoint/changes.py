@@ -10,7 +10,16 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from gear_loader.checkpoint.segments import Segment
-from gear_loader.checkpoint.trajectory_records import RECORD, WORDS, Counters, no_records, rows_of
+from gear_loader.checkpoint.shared_places import referred_rows
+from gear_loader.checkpoint.trajectory_records import (
+    SHARING,
+    Counters,
+    no_records,
+    own_rows,
+    record_of,
+    segments_of,
+    words_of,
+)
 from gear_loader.native.saving_loops import find_changes
 from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED, NUM_TOUCHED, POLICY
 from gear_loader.storage.ids import origin_of
@@ -65,7 +74,7 @@ def take_changes(
             priorities of the other trajectories are then of the moment before.
     """
     recovery, counters = index.recovery, index.arrays.counters
-    since, slots, records = -1, _NO_SLOTS, no_records()
+    since, slots, records = -1, _NO_SLOTS, no_records(0, on_disk.records.dtype)
     if brief:
         since = recovery.read(lambda: int(counters[NUM_TOUCHED]))
         slots, records = _differing(index, on_disk, None)
@@ -105,7 +114,8 @@ def _differing(index: Index, on_disk: OnDisk, among: Array | None) -> tuple[Arra
     arrays = index.arrays
     most = arrays.num_slots if among is None else len(among)
     slots: Array = np.empty(most, dtype=np.int64)  # pages that are not written take no memory
-    words: Array = np.empty((most, WORDS), dtype=np.int64)
+    known = words_of(on_disk.records)
+    words: Array = np.empty((most, known.shape[1]), dtype=np.int64)
     count = find_changes(
         most,
         slots[:0] if among is None else among,
@@ -118,11 +128,11 @@ def _differing(index: Index, on_disk: OnDisk, among: Array | None) -> tuple[Arra
         arrays.filled,
         arrays.sampled,
         arrays.priority.view(np.int32),
-        on_disk.records.view(np.int64).reshape(-1, WORDS),
+        known,
         slots,
         words,
     )
-    return slots[:count].copy(), words[:count].copy().view(RECORD).reshape(-1)
+    return slots[:count].copy(), words[:count].copy().view(on_disk.records.dtype).reshape(-1)
 
 
 class OnDisk:
@@ -130,12 +140,13 @@ class OnDisk:
 
     Attributes:
         records: [slots], without a number where the trajectory of a slot is not there.
-        segments: by number. live: rows of each that belong to trajectories in `records`.
+        segments: by number. live: rows of each that belong to trajectories in `records`; that hold what these share
+            counts, too.
         num_trajectories, num_steps: in `records`.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.records = no_records(num_slots)
+    def __init__(self, num_slots: int, *, shares: bool) -> None:
+        self.records = no_records(num_slots, record_of(shares))
         self.segments: dict[int, Segment] = {}
         self.live: dict[int, int] = {}
         self.num_trajectories = self.num_steps = 0
@@ -148,10 +159,10 @@ class OnDisk:
             records: of the directory's index, by ascending number. segments: those that can be read.
         """
         arrays = index.arrays
-        found = cls(arrays.num_slots)
+        found = cls(arrays.num_slots, shares=records.dtype == SHARING)
         found.segments = {segment.number: segment for segment in segments}
         found.live = dict.fromkeys(found.segments, 0)
-        records = records[np.isin(records["segment"], list(found.segments))]
+        records = records[np.isin(segments_of(records), list(found.segments)).all(axis=1)]
         if not len(records):
             return found
         slots = np.flatnonzero(arrays.state == READY)
@@ -160,39 +171,65 @@ class OnDisk:
         same = records["sequence"][place] == arrays.sequence[slots]
         found.records[slots[same]] = records[place[same]]
         found._count(slots[same], 1)
+        found._count_shared()
         return found
 
     def _count(self, slots: Array, sign: int) -> None:
         """Count what is in some slots in or out."""
-        records = self.records[slots]
-        records = records[records["sequence"] >= 0]
-        self.num_trajectories += sign * len(records)
-        self.num_steps += sign * int(records["length"].sum())
-        for number, rows in self._rows_by_segment(slots).items():
-            self.live[number] += sign * rows
+        slots = slots[self.records["sequence"][slots] >= 0]
+        self.num_trajectories += sign * len(slots)
+        self.num_steps += sign * int(self.records["length"][slots].sum())
+        if not self._shares:
+            for number, rows in _rows_by_segment(self.records[slots]).items():
+                self.live[number] += sign * rows
 
-    def _rows_by_segment(self, slots: Array) -> dict[int, int]:
-        records = self.records[slots]
-        records = records[records["sequence"] >= 0]
-        numbers, inverse = np.unique(records["segment"], return_inverse=True)
-        rows = np.bincount(inverse, weights=rows_of(records), minlength=len(numbers)).astype(np.int64)
-        return dict(zip(numbers.tolist(), rows.tolist(), strict=True))
+    @property
+    def _shares(self) -> bool:
+        return bool(self.records.dtype == SHARING)
+
+    def _count_shared(self) -> None:
+        """Count live rows anew, in a table whose trajectories share some."""
+        if self._shares:
+            self.live = self._live_of(self.records)
+
+    def _live_of(self, records: Array) -> dict[int, int]:
+        """Rows of each segment that trajectories use, of records that are `SHARING`."""
+        records = words_of(records)[records["sequence"] >= 0].reshape(-1).view(SHARING)
+        live = dict.fromkeys(self.segments, 0) | _rows_by_segment(records)
+        numbers, rows, groups = referred_rows(records)
+        for number, count in zip(numbers.tolist(), rows.tolist(), strict=True):
+            live[number] += count
+        for number in groups.tolist():  # as much as a trajectory with values has on average
+            segment = self.segments[number]
+            live[number] += max(1, segment.steps // max(1, segment.trajectories))
+        return {number: min(rows, self.segments[number].steps) for number, rows in live.items()}
 
     def live_after(self, changes: SavedChanges) -> dict[int, int]:
         """Rows of each segment that stay in use after some changes."""
-        live = dict(self.live)
-        for number, rows in self._rows_by_segment(changes.slots[changes.records["segment"] == 0]).items():
+        leave = changes.slots[changes.records["segment"] == 0]
+        if self._shares:
+            records = self.records.copy()
+            records["sequence"][leave] = -1
+            return self._live_of(records)
+        live, records = dict(self.live), self.records[leave]
+        for number, rows in _rows_by_segment(records[records["sequence"] >= 0]).items():
             live[number] -= rows
         return live
 
     # ---------------------------------------------------------------- which segments stay
 
     def sparsest(
-        self, changes: SavedChanges, budget: float, most_segments: int, most_steps: int | None = None
+        self,
+        changes: SavedChanges,
+        new: int,
+        budget: float,
+        most_segments: int,
+        most_steps: int | None = None,
     ) -> set[int]:
         """Numbers of segments to rewrite so that half of all their rows are live, and no more than a number stay.
 
         Args:
+            new: rows that the changes write.
             budget: rows of old trajectories that are rewritten, unless there are more new ones: a write that rewrites
                 much would delay what is committed meanwhile.
             most_segments: with as many, the smallest are rewritten as one, so that half of them stay.
@@ -201,7 +238,6 @@ class OnDisk:
         """
         live = self.live_after(changes)
         dropped = {number for number in self.segments if not live[number]}
-        new = int(rows_of(changes.unwritten()[1]).sum())
         budget = max(budget, new)
         # What is in an archive stays there as long as one trajectory of it is live.
         kept = [
@@ -231,6 +267,7 @@ class OnDisk:
     def sparse_in_archive(
         self,
         changes: SavedChanges,
+        new: int,
         dropped: Collection[int],
         bytes_of: Callable[[Segment], int],
         most_bytes: int,
@@ -239,12 +276,12 @@ class OnDisk:
         """Numbers of segments in the archive to bring back: few of their rows are live, which then lie on the disk.
 
         Args:
-            dropped: what `sparsest` has returned. bytes_of: bytes of a segment. most_bytes: of what is brought back.
-            most_steps: as for `sparsest`, of which some are left.
+            new: as for `sparsest`. dropped: what that has returned. bytes_of: bytes of a segment.
+            most_bytes: of what is brought back. most_steps: as for `sparsest`, of which some are left.
         """
         live = self.live_after(changes)
         local = [each for number, each in self.segments.items() if not each.archive and number not in dropped]
-        steps = sum(each.steps for each in local) + int(rows_of(changes.unwritten()[1]).sum())
+        steps = sum(each.steps for each in local) + new
         steps += sum(live[number] for number in dropped if not self.segments[number].archive)
         room = math.inf if most_steps is None else most_steps * _FILLED_BY_REWRITING - steps
         found: set[int] = set()
@@ -263,11 +300,9 @@ class OnDisk:
         if not dropped:
             return changes
         records = changes.records.copy()
-        here = np.isin(records["segment"], list(dropped)) & ~changes.gone
+        here = _in_any(records, dropped) & ~changes.gone
         records["segment"][here] = 0
-        others = np.flatnonzero(
-            (self.records["sequence"] >= 0) & np.isin(self.records["segment"], list(dropped))
-        )
+        others = np.flatnonzero((self.records["sequence"] >= 0) & _in_any(self.records, dropped))
         others = others[~np.isin(others, changes.slots)]
         moved = self.records[others]
         moved["segment"] = 0
@@ -300,6 +335,7 @@ class OnDisk:
             self.segments[segment.number], self.live[segment.number] = segment, 0
         self.records[changes.slots] = after
         self._count(changes.slots, 1)
+        self._count_shared()
         return np.concatenate((ended, after[after["sequence"] >= 0]))
 
     def all_records(self) -> Array:
@@ -307,3 +343,15 @@ class OnDisk:
         records = self.records[self.records["sequence"] >= 0]
         found: Array = records[np.argsort(records["sequence"], kind="stable")]
         return found
+
+
+def _in_any(records: Array, segments: Collection[int]) -> Array:
+    """Whether something of each trajectory is in one of some segments, bool [n]."""
+    return np.asarray(np.isin(segments_of(records), list(segments)).any(axis=1))
+
+
+def _rows_by_segment(records: Array) -> dict[int, int]:
+    """Rows that each segment has of trajectories."""
+    numbers, inverse = np.unique(records["segment"], return_inverse=True)
+    rows = np.bincount(inverse, weights=own_rows(records), minlength=len(numbers)).astype(np.int64)
+    return dict(zip(numbers.tolist(), rows.tolist(), strict=True))

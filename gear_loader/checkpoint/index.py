@@ -11,6 +11,8 @@ The file may be damaged or come from an untrusted source; every value is checked
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,7 +23,15 @@ from gear_loader.checkpoint.json_file import FileRecord, read_limited
 from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, PART, index_file
 from gear_loader.checkpoint.open_files import NewFile
-from gear_loader.checkpoint.trajectory_records import RECORD, ids_of, newest_of, no_records, rows_of
+from gear_loader.checkpoint.trajectory_records import (
+    SHARING,
+    as_sharing,
+    ids_of,
+    newest_of,
+    no_records,
+    own_rows,
+    record_of,
+)
 from gear_loader.errors import CheckpointError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.ids import LARGEST_ID, following
@@ -38,19 +48,19 @@ class IndexFile:
     """The index that a save has written, to which the next one can append.
 
     Attributes:
-        name: of the file.
+        name: of the file. dtype: of its records.
         record: its valid bytes and their checksum.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self._checksum, self._size = name, xxhash.xxh3_128(), 0
+    def __init__(self, name: str, dtype: Any) -> None:
+        self.name, self._checksum, self._size, self._dtype = name, xxhash.xxh3_128(), 0, dtype
         self.record = FileRecord(0, self._checksum.hexdigest())
 
     @classmethod
     def write(cls, directory: Directory, number: int, records: Array) -> IndexFile:
         """Write a new file with the records of all trajectories, and sync it."""
-        file = cls(index_file(number, directory.token))
-        name, size = file.name + PART, (len(records) + _BLOCK) * RECORD.itemsize
+        file = cls(index_file(number, directory.token), records.dtype)
+        name, size = file.name + PART, (len(records) + _BLOCK) * records.dtype.itemsize
         with directory.new_file(name, size) as part, named(directory.at(name)):
             file._put(part, records)
         directory.rename(name, file.name)
@@ -62,7 +72,7 @@ class IndexFile:
         self._size += len(data)
         self._checksum.update(data)
         self.record = FileRecord(self._size, self._checksum.hexdigest())
-        rest = no_records(-(-(-self._size % _BLOCK) // RECORD.itemsize)).tobytes()
+        rest = no_records(-(-(-self._size % _BLOCK) // self._dtype.itemsize), self._dtype).tobytes()
         self._size += len(rest)
         self._checksum.update(rest)
         for part in (data, memoryview(rest)):
@@ -75,7 +85,7 @@ class IndexFile:
         Args:
             live: number of trajectories.
         """
-        return self._size // RECORD.itemsize + more <= _most_records(live)
+        return self._size // int(self._dtype.itemsize) + more <= _most_records(live)
 
     def append(self, directory: Directory, records: Array) -> IndexFile:
         """Append records, sync the file, and return it as it is then.
@@ -83,7 +93,7 @@ class IndexFile:
         Raises:
             CheckpointError: the file was cut or changed.
         """
-        name, after = self.name, IndexFile(self.name)
+        name, after = self.name, IndexFile(self.name, self._dtype)
         after._size, after._checksum = self._size, self._checksum.copy()
         with directory.open_to_append(name) as file, named(directory.at(name)):
             found = os.fstat(file.fileno()).st_size
@@ -112,10 +122,11 @@ def read_records(directory: Directory, manifest: Manifest) -> Array:
     """
     path = directory.at(manifest.index_name)
     expected, old = manifest.index.bytes, manifest.has_old_index
+    dtype = record_of(manifest.shares)
     if old:
         limit = old_versions.largest_index(manifest.schema, manifest.num_trajectories)
     else:
-        limit = _most_records(manifest.num_trajectories) * RECORD.itemsize
+        limit = _most_records(manifest.num_trajectories) * dtype.itemsize
 
     def check(size: int) -> None:
         if size < expected or (old and size > expected):
@@ -137,12 +148,13 @@ def read_records(directory: Directory, manifest: Manifest) -> Array:
         )
     if old:
         records = old_versions.records_of(path, data, manifest.schema, manifest.num_trajectories)
-    elif expected % RECORD.itemsize:
+    elif expected % dtype.itemsize:
         raise CheckpointError(
-            f"{path} has {expected} bytes, which are no whole records of {RECORD.itemsize}. {REMEDY}"
+            f"{path} has {expected} bytes, which are no whole records of {dtype.itemsize}. {REMEDY}"
         )
     else:
-        records = newest_of(np.frombuffer(data, dtype=RECORD))
+        records = newest_of(np.frombuffer(data, dtype=dtype))
+    records = as_sharing(records) if manifest.prefixes else records
     problem = _problem(records, manifest)
     if problem:
         raise CheckpointError(f"{path} contradicts {MANIFEST_NAME}: {problem}. {REMEDY}")
@@ -184,8 +196,10 @@ def _problem(records: Array, manifest: Manifest) -> str | None:
         return "two trajectories have the same id"
     if following(records["ident"], manifest.origin or 0) > manifest.next_sequence:
         return f"an id of the table's own origin has a number above {manifest.next_sequence - 1}"
-    steps, rows = {segment.number: segment.steps for segment in manifest.segments}, rows_of(records)
+    steps, rows = {segment.number: segment.steps for segment in manifest.segments}, own_rows(records)
     counts = {segment.number: segment.trajectories for segment in manifest.segments}
+    if records.dtype == SHARING and (problem := _problem_of_shared(records, steps, counts, manifest)):
+        return problem
     for number in sorted(set(records["segment"].tolist())):
         if number not in steps:
             return f"segment {number} does not exist"
@@ -201,4 +215,31 @@ def _problem(records: Array, manifest: Manifest) -> str | None:
             place[0] < 0 or place[-1] >= counts[number] or (np.diff(place) <= 0).any()
         ):
             return f"places in segment {number} do not ascend from 0 to {counts[number] - 1}"
+    return None
+
+
+def _problem_of_shared(
+    records: Array, steps: Mapping[int, int], counts: Mapping[int, int], manifest: Manifest
+) -> str | None:
+    """The first inconsistency of what records say of shared rows, or None.
+
+    Args:
+        steps, counts: of each segment, by its number.
+    """
+    rows = records["begin_rows"]
+    if rows.min() < 0 or (rows > np.minimum(records["length"], own_rows(records) + rows - 1)).any():
+        return "a number of shared steps is below 0, or as large as a trajectory"
+    for segments, first, most, sizes in (
+        ("begin_segment", "begin_first", rows, steps),
+        ("group_segment", "group_place", 1, counts if manifest.schema.per_trajectory else None),
+    ):
+        used = np.flatnonzero(np.broadcast_to(most, len(records)) > 0)
+        numbers, at = records[segments][used], records[first][used]
+        known, inverse = np.unique(numbers, return_inverse=True)
+        if missing := sorted(set(known.tolist()) - set(steps)):
+            return f"segment {missing[0]} does not exist"
+        if sizes is not None:
+            end = np.array([sizes[number] for number in known.tolist()], dtype=np.int64)[inverse.reshape(-1)]
+            if (at < 0).any() or (at > end - np.broadcast_to(most, len(records))[used]).any():
+                return "what trajectories share lies outside of its segment"
     return None

@@ -19,8 +19,9 @@ from gear_loader.checkpoint.opening import open_to_load, place_of
 from gear_loader.checkpoint.ragged_loading import load_values, value_bounds
 from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
+from gear_loader.checkpoint.shared_places import Common, group_columns
 from gear_loader.checkpoint.spilling import hottest, note_places
-from gear_loader.checkpoint.trajectory_records import Counters, rows_of
+from gear_loader.checkpoint.trajectory_records import SHARING, Counters, own_rows, rows_of, segments_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.allocation import Claim
 from gear_loader.storage.device_memory import DeviceMemory
@@ -145,11 +146,14 @@ def whole_share(
     records = read_records(directory, manifest)
     for segment in manifest.segments:
         check_files(directory, segment, manifest.schema, checksums=checksums)
-    # Trajectories that shared blocks in the saved table get separate blocks.
-    blocks = max(manifest.num_blocks, Table.required_blocks(rows_of(records), manifest.block_steps))
+    part = Part(folder, manifest, records, np.arange(len(records)))
+    copied, all_of_them = int(bool(manifest.schema.per_trajectory)), np.ones(len(records), dtype=bool)
+    common = Common.of(manifest.schema, [(records, part.places)], len(records))
+    _, shared = common.parents(all_of_them, manifest.block_steps, copied)
+    blocks = Table.required_blocks(rows_of(records), manifest.block_steps)
+    blocks = max(manifest.num_blocks, blocks - int(np.maximum(shared - copied, 0).sum()))
     names = ("max_steps", "max_trajectories", "block_steps", "payload")
     sizes = {name: getattr(manifest, name) for name in names}
-    part = Part(folder, manifest, records, np.arange(len(records)))
     return Share([part], records, manifest.counters, {**sizes, "max_blocks": blocks}, manifest, manifest.save)
 
 
@@ -166,6 +170,7 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
     sizes: dict[str, Any] = share.sizes | {name: size for name, size in given.items() if size is not None}
     tier = None if options.disk is None else options.disk.tier()
     blocks, payload = sizes.pop("max_blocks"), sizes.pop("payload") or None
+    shares = share.saved.prefixes and options.device is None
     if options.memory is not None:
         blocks = None
     elif given["max_blocks"] is None and tier is not None:
@@ -174,10 +179,11 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         size is not None for name, size in given.items() if name != "payload"
     ):
         blocks = None
+    elif given["max_blocks"] is None and not shares:  # each trajectory has separate blocks
+        blocks = max(blocks, Table.required_blocks(rows_of(share.records), sizes["block_steps"]))
     lengths, rules = share.records["length"], share.saved.rules
     mean = float(lengths.mean()) if sizes["block_steps"] == "auto" and len(lengths) else None
-    goes_on = options.disk is not None and share.saved.prefixes
-    memory = Memory(options.memory, blocks, mean, options.packed, payload=payload, prefixes=goes_on)
+    memory = Memory(options.memory, blocks, mean, options.packed, payload=payload, prefixes=shares)
     table = kind.create(
         share.saved.schema,
         **sizes,
@@ -196,14 +202,14 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
             layout, values = table._engine.region.layout, None
             (part,) = share.parts
             # What lies in an archive stays there: a store that fails now does not keep a table from coming back.
-            far = np.isin(
-                share.records["segment"], [each.number for each in part.manifest.segments if each.archive]
-            )
+            archived = [each.number for each in part.manifest.segments if each.archive]
+            far = np.isin(segments_of(share.records), archived).any(axis=1)
+            known = layout, share.records, options.disk.keep, share.common
             if table.schema.ragged:
-                first = hottest(layout, share.records, options.disk.keep) & ~far
-                values = np.zeros(len(first), dtype=np.int64)
-                values[first] = _value_bytes(table, directory, part, first)
-            inside = hottest(layout, share.records, options.disk.keep, values) & ~far
+                first = hottest(*known) & ~far
+                values = np.zeros(len(first), dtype=np.int64), np.zeros(len(first), dtype=np.int64)
+                values[0][first], values[1][first] = _value_bytes(table, directory, part, first)
+            inside = hottest(*known, values) & ~far
         _fill(table, directory, share, inside=inside, progress=options.progress)
         set_parent(table, table._engine.index, share.parent)
     except BaseException:
@@ -260,6 +266,32 @@ class Share:
     saved: Manifest
     parent: str
 
+    @property
+    def common(self) -> Common:
+        """What the trajectories have in common."""
+        parts = [(part.records, part.places) for part in self.parts]
+        return Common.of(self.saved.schema, parts, len(self.records))
+
+
+@dataclasses.dataclass(frozen=True)
+class _LoadedBlocks:
+    """The blocks of trajectories that are loaded, int64 [n] each.
+
+    Attributes:
+        first_ids: where those of each begin in a list. shared: those up to this one, without `copied` first ones, are
+            filled by others. steps: of a block.
+    """
+
+    first_ids: Array
+    shared: Array
+    steps: int = 1
+    copied: int = 0
+
+    @classmethod
+    def alone(cls, first_ids: Array) -> _LoadedBlocks:
+        """Blocks of which each belongs to one trajectory."""
+        return cls(first_ids, np.zeros_like(first_ids))
+
 
 def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | None, progress: bool) -> None:
     """Read trajectories into the blocks of an empty table and commit them when all checksums are verified.
@@ -277,15 +309,25 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
     index, where = table._engine.index, directory.path
     records, parts = share.records, share.parts
     lengths, finals = records["length"].copy(), records["final"].astype(np.int64)
-    blocks = index.arrays.blocks_of(rows_of(records))
-    blocks = blocks if inside is None else np.where(inside, blocks, 0)
-    _check_sizes(table, where, lengths, int(blocks.sum()))
+    layout, arrays, common = table._engine.region.layout, index.arrays, share.common
+    within = np.ones(len(records), dtype=bool) if inside is None else inside
+    blocks = np.where(within, arrays.blocks_of(rows_of(records)), 0)
+    parents, shared = common.parents(within & layout.prefixes, layout.block_steps, arrays.copied_blocks)
+    new = blocks - np.maximum(shared - arrays.copied_blocks, 0)
+    _check_sizes(table, where, lengths, int(new.sum()))
     claim = Claim(len(records))
+
+    def note() -> None:
+        if layout.prefixes:
+            common.note(arrays, claim.slots, records["sequence"])
+
     try:
-        if inside is None:
+        if inside is None and not layout.prefixes:
             slots, ids = index.begin(lengths, finals=finals, claim=claim)
         else:
-            slots, ids = claim.slots, index.begin_stored(lengths, finals, inside, claim)
+            given = lengths, finals, within, claim, parents, shared, note
+            slots, ids = claim.slots, index.begin_stored(*given)
+        if inside is not None:
             (part,) = parts
             note_places(index, slots, part.records)
             _keep_versions(table, directory, part, slots)
@@ -293,12 +335,13 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
         first_ids = np.cumsum(blocks) - blocks
         memory = table._engine.region.device_memory
         if memory is None:
-            reads = _all_reads(table, directory, parts, first_ids)
+            places = _LoadedBlocks(first_ids, shared, layout.block_steps, arrays.copied_blocks)
+            reads = _all_reads(table, directory, parts, places)
             read_columns(directory, reads, ids, progress=progress)
             if table.schema.ragged:
                 assert claim.generations is not None
-                places = slots, claim.generations, first_ids, ids
-                _check_payload(table, where, load_values(table, directory, reads, *places, progress=progress))
+                owned = slots, claim.generations, common.leaders, first_ids, ids
+                _check_payload(table, where, load_values(table, directory, reads, *owned, progress=progress))
         else:
             _fill_device(table, memory, directory, parts, first_ids, ids, progress=progress)
         loaded = index.commit_as(
@@ -348,7 +391,7 @@ def _fill_device(
             some.append(dataclasses.replace(part, records=part.records[which], places=part.places[which]))
         reads = [
             dataclasses.replace(read, place=memory.place_in(image, read.name))
-            for read in _all_reads(table, directory, some, first_ids - begin)
+            for read in _all_reads(table, directory, some, _LoadedBlocks.alone(first_ids - begin))
         ]
         blocks = ids[begin : int(ends[high - 1])]
         read_columns(directory, reads, np.arange(len(blocks), dtype=np.int32), progress=progress)
@@ -356,33 +399,34 @@ def _fill_device(
         low = high
 
 
-def _all_reads(table: Table, directory: Directory, parts: list[Part], first_ids: Array) -> list[ColumnRead]:
+def _all_reads(
+    table: Table, directory: Directory, parts: list[Part], blocks: _LoadedBlocks
+) -> list[ColumnRead]:
     """`_reads` of all segments of some checkpoints."""
     return [
         read
         for part in parts
         for segment in part.manifest.segments
-        for read in _reads(table, directory, part, segment, first_ids)
+        for read in _reads(table, directory, part, segment, blocks)
     ]
 
 
 def _reads(
-    table: Table, directory: Directory, part: Part, segment: Segment, first_ids: Array
+    table: Table, directory: Directory, part: Part, segment: Segment, blocks: _LoadedBlocks
 ) -> list[ColumnRead]:
     """What to read of one segment.
 
     Args:
         table: the new table. directory: the loaded one. part: a checkpoint, and its trajectories to load.
-        first_ids: int64 [trajectories], where the blocks of each trajectory of the new table begin.
+        blocks: of all trajectories of the new table.
     """
-    records = part.records
-    which = np.flatnonzero(records["segment"] == segment.number)
-    if not len(which):
+    records, schema, groups = part.records, table.schema, group_columns(table.schema)
+    once = _spans(records, segment, "place", blocks.first_ids[part.places])
+    shared = _spans(records, segment, "group_place", blocks.first_ids[part.places]) if groups else []
+    steps = _spans(records, segment, "first", blocks.first_ids[part.places])
+    begins = _begin_spans(part, segment, blocks)
+    if not (once or shared or steps or begins):
         return []
-    which = which[np.argsort(records["first"][which], kind="stable")]
-    first, rows = records["first"][which], records["length"][which] + records["final"][which]
-    place = records["place"][which].astype(np.int64)
-    places = first_ids[part.places[which]]
     with directory.child_to_load(part.segment(segment)) as folder, readable(folder.at(CHECKSUMS_NAME)):
         checksums = read_checksums(folder, segment, table.schema)
     return [
@@ -392,18 +436,75 @@ def _reads(
             name=name,
             column=column,
             checksums=checksums[name],
-            first=place if column.trajectory else first,
-            ends=place + 1 if column.trajectory else first + rows,
+            first=first,
+            ends=ends,
             places=places,
             place=table._engine.region.column_place(name),
             more=checksums.get(values_of(name), b""),
+            before=before,
+            begins=is_begin,
         )
-        for name, column in table.schema.items()
+        for name, column in schema.items()
+        for spans, is_begin in (
+            (shared if name in groups else once if column.trajectory else steps, False),
+            ([] if column.trajectory else begins, True),
+        )
+        for first, ends, places, before in spans
     ]
 
 
-def _value_bytes(table: Table, directory: Directory, part: Part, which: Array) -> Array:
-    """Bytes of the memory of ragged values that trajectories take, int64 [n].
+_Span = tuple[Array, Array, Array, Array | None]
+"""Of some trajectories, as of `ColumnRead`: first row, the row after the last, place of the blocks, steps before."""
+
+
+def _spans(records: Array, segment: Segment, kind: str, first_ids: Array) -> list[_Span]:
+    """Rows of trajectories in a segment; none, or one entry.
+
+    Args:
+        kind: ``"place"``, ``"group_place"``, of columns per trajectory and per group; ``"first"``, of steps.
+        first_ids: int64 [n], where the blocks of each begin.
+    """
+    shares = records.dtype == SHARING
+    of = "group_segment" if kind == "group_place" and shares else "segment"
+    kind = kind if shares or kind != "group_place" else "place"
+    which = np.flatnonzero(records[of] == segment.number)
+    if not len(which):
+        return []
+    which = which[np.argsort(records[kind][which], kind="stable")]
+    first, before = records[kind][which].astype(np.int64), None
+    rows = own_rows(records[which]) if kind == "first" else 1
+    if kind == "first" and shares and records["begin_rows"][which].any():
+        before = records["begin_rows"][which]
+    return [(first, first + rows, first_ids[which], before)]
+
+
+def _begin_spans(part: Part, segment: Segment, blocks: _LoadedBlocks) -> list[_Span]:
+    """Rows of a segment that trajectories begin with, whose other steps are elsewhere."""
+    records, found = part.records, list[_Span]()
+    if records.dtype != SHARING:
+        return found
+    taken = records["begin_rows"]
+    which = np.flatnonzero((records["begin_segment"] == segment.number) & (taken > 0))
+    zero, size, common = np.zeros_like(which), blocks.steps, blocks.shared[part.places[which]]
+    # Each entry has rows that begin and end in one order: whole ones; the first blocks of others; what follows the
+    # blocks that these have of others.
+    for chosen, low, high in (
+        (common == 0, zero, taken[which]),
+        (common > 0, zero, zero + blocks.copied * size),
+        (common > 0, common * size, taken[which]),
+    ):
+        some = np.flatnonzero(chosen & (high > low))
+        first = records["begin_first"][which[some]]
+        begins, ends = first + low[some], first + high[some]
+        order = np.lexsort((ends, begins))
+        places = blocks.first_ids[part.places[which[some]]]
+        if len(some):
+            found.append((begins[order], ends[order], places[order], low[some][order]))
+    return found
+
+
+def _value_bytes(table: Table, directory: Directory, part: Part, which: Array) -> tuple[Array, Array]:
+    """Bytes of the memory of ragged values that trajectories take, and of those that others have too, int64 [n] each.
 
     Args:
         part: all trajectories. which: bool, the n among them.
@@ -413,6 +514,7 @@ def _value_bytes(table: Table, directory: Directory, part: Part, which: Array) -
     """
     part = dataclasses.replace(part, records=part.records[which], places=np.arange(int(which.sum())))
     total: Array = np.full(len(part.places), EXTENT_HEADER, dtype=np.int64)
+    shared, groups = np.zeros_like(total), group_columns(table.schema)
     ends = np.cumsum(rows_of(part.records))
     records: Array = np.empty((int(ends[-1]) if len(ends) else 0, 2), dtype=np.int64)
     # One after another: blocks of one step.
@@ -421,17 +523,17 @@ def _value_bytes(table: Table, directory: Directory, part: Part, which: Array) -
     reads = [
         dataclasses.replace(read, place=place)
         for segment in part.manifest.segments
-        for read in _reads(table, directory, part, segment, first)
+        for read in _reads(table, directory, part, segment, _LoadedBlocks.alone(first))
     ]
     for name, values in table.schema.ragged.items():
         some = [read for read in reads if read.name == name]
         read_columns(directory, some, ids)
         for read in some:
-            found = value_bounds(directory, read, ids)
+            found = value_bounds(table.schema, directory, read, ids)
             owner = np.searchsorted(first, read.places, side="right") - 1
             size = (found[:, 1] - found[:, 0]) * values.row_bytes
-            total[owner] += -(-size // GRAIN) * GRAIN
-    return total
+            (shared if name in groups else total)[owner] += -(-size // GRAIN) * GRAIN
+    return total, shared
 
 
 def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array) -> None:
@@ -453,7 +555,7 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
     reads = [
         dataclasses.replace(read, place=place)
         for segment in part.manifest.segments
-        for read in _reads(table, directory, part, segment, np.arange(len(slots)))
+        for read in _reads(table, directory, part, segment, _LoadedBlocks.alone(np.arange(len(slots))))
         if read.name == name
     ]
     read_columns(directory, reads, np.arange(len(slots), dtype=np.int32))
@@ -463,8 +565,8 @@ def _keep_versions(table: Table, directory: Directory, part: Part, slots: Array)
 def _check_payload(table: Table, where: str, needed: int) -> None:
     if needed:
         raise UnfitError(
-            f"{where} needs payload={needed:,} (each trajectory has its own copy of values that several shared); the "
-            f"table has {table._engine.region.layout.payload:,}. Load it with as many."
+            f"{where} needs payload={needed:,}; the table has {table._engine.region.layout.payload:,}. Load it with as "
+            "many."
         )
 
 

@@ -25,14 +25,16 @@ from gear_loader.checkpoint.names import (
     index_file,
 )
 from gear_loader.checkpoint.segments import Segment, parse_segment, stored_columns
-from gear_loader.checkpoint.trajectory_records import RECORD, Counters
+from gear_loader.checkpoint.trajectory_records import Counters, record_of
 from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.layout import MOST_PAYLOAD
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.statistics import Statistics
 from gear_loader.storage.table_rules import Rules
 
-VERSION = 5
+VERSION = 6
+"""Of tables whose trajectories share steps or values; others are written as version 5, which is all that they need."""
+_WITHOUT_SHARING = 5
 FORMAT = "gear-loader checkpoint"
 LARGEST_COUNT = 2**62
 """Largest value of a counter."""
@@ -59,6 +61,7 @@ class Manifest:
         segments: those that the index refers to.
         statistics: of the columns; without them the file has no such field.
         prefixes: whether trajectories of the table may share steps; if not, the file has no such field.
+        shares: whether they do so on disk: the version is 6.
     """
 
     schema: Schema
@@ -85,6 +88,7 @@ class Manifest:
     segments: tuple[Segment, ...]
     statistics: Statistics | None = None
     prefixes: bool = False
+    shares: bool = False
 
     @property
     def has_old_index(self) -> bool:
@@ -106,9 +110,14 @@ class Manifest:
         }
         if self.rules.version is None:
             del fields["policy_version"]
-        fields["index"] = {"path": fields.pop("index_name"), **vars(self.index), "record": RECORD.descr}
+        fields["index"] = {
+            "path": fields.pop("index_name"),
+            **vars(self.index),
+            "record": record_of(self.shares).descr,
+        }
         if not self.schema.ragged:
             del fields["payload"]
+        del fields["shares"]
         if not self.prefixes:
             del fields["prefixes"]
         if self.statistics is None:
@@ -117,7 +126,7 @@ class Manifest:
             fields["statistics"] = self.statistics.to_json()
         fields["files"] = _files(self.schema)
         fields["segments"] = [segment.to_json() for segment in self.segments]
-        return manifest_bytes(FORMAT, VERSION, fields)
+        return manifest_bytes(FORMAT, VERSION if self.shares else _WITHOUT_SHARING, fields)
 
 
 def no_manifest(directory: str, *, several: bool = False) -> str:
@@ -159,7 +168,7 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
     schema = schema_of(fields)
     saves = fields.integer("saves", 1, 10**12 - 1)
     next_segment = fields.integer("next_segment", 1, 10**12 - 1)
-    if fields.value["version"] == VERSION:
+    if fields.value["version"] >= _WITHOUT_SHARING:
         fields.exactly("files", _files(schema))
     segments: dict[int, Segment] = {}
     for i, value in enumerate(fields.items("segments")):
@@ -173,7 +182,9 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
     num_trajectories = fields.integer("num_trajectories", 0, max_trajectories)
     next_sequence = fields.integer("next_sequence", num_trajectories, LARGEST_COUNT)
     rules = _rules(fields, schema, max_trajectories)
-    clock, index, index_name = _index(fields, saves)
+    prefixes = _prefixes(fields)
+    shares = prefixes and fields.value["version"] >= VERSION
+    clock, index, index_name = _index(fields, saves, shares)
     return Manifest(
         schema=schema,
         save=fields.hexadecimal("save", 16),
@@ -198,7 +209,8 @@ def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
         index_name=index_name,
         segments=tuple(segments.values()),
         statistics=_statistics(fields),
-        prefixes=_prefixes(fields),
+        prefixes=prefixes,
+        shares=shares,
     )
 
 
@@ -222,7 +234,7 @@ def _files(schema: Schema) -> dict[str, str]:
     return {name: column_file(name) for name in stored_columns(schema)}
 
 
-def _index(fields: Fields, saves: int) -> tuple[int, FileRecord, str]:
+def _index(fields: Fields, saves: int, shares: bool) -> tuple[int, FileRecord, str]:
     """The clock, and record and name of the index file."""
     if fields.value["version"] == old_versions.VERSION:
         name = old_versions.index_file(saves)
@@ -232,7 +244,7 @@ def _index(fields: Fields, saves: int) -> tuple[int, FileRecord, str]:
     match = INDEX_NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None or name != index_file(int(match[1]), match[2] or "") or not 1 <= int(match[1]) <= saves:
         raise inner.wrong("path", name, f"{index_file(saves)!r}, or one of an earlier save")
-    inner.exactly("record", [list(field) for field in RECORD.descr])
+    inner.exactly("record", [list(field) for field in record_of(shares).descr])
     return fields.integer("clock", 0, LARGEST_COUNT), fields.record("index", name, least=0), name
 
 

@@ -121,6 +121,8 @@ class ColumnRead:
         first, ends: int64 [n], ascending: first row of each wanted trajectory, and the row after its last.
         places: int64 [n], where the blocks of each begin in the list of blocks.
         place: int64 [5], of the column in the table, as for `copy_rows`.
+        before: int64 [n], steps of each trajectory before its first row; none without it.
+        begins: whether they are rows that trajectories begin with, and others have, too.
         more: checksums of the file of the values of a ragged column.
     """
 
@@ -134,6 +136,36 @@ class ColumnRead:
     places: Array
     place: Array
     more: bytes = b""
+    before: Array | None = None
+    begins: bool = False
+
+    @property
+    def steps_before(self) -> Array:
+        """`before`, or zeros."""
+        return np.zeros_like(self.first) if self.before is None else self.before
+
+    def copy(self, address: int, low: int, high: int, ids: Array) -> None:
+        """Copy bytes `low` to `high` - 1 of the file's rows, which are at an address, into the blocks."""
+        if self.before is None:
+            copy_rows(address, low, high, self.first, self.ends, self.places, ids, self.place, True)
+            return
+        size = self.column.step_bytes
+        last = int(np.searchsorted(self.first, -(-high // size), side="left"))
+        for i in range(int(np.searchsorted(self.ends, low // size, side="right")), last):
+            one = slice(i, i + 1)
+            begin, end = max(low, int(self.first[i]) * size), min(high, int(self.ends[i]) * size)
+            zero = self.first[one] - self.before[one]  # its steps before are not there, and not copied
+            copy_rows(
+                address + begin - low,
+                begin,
+                end,
+                zero,
+                self.ends[one],
+                self.places[one],
+                ids,
+                self.place,
+                True,
+            )
 
     def chunks(self) -> Array:
         """Numbers of the chunks that hold wanted rows, int64 [n], ascending."""
@@ -214,6 +246,5 @@ def _read(directory: Directory, ids: Array, stop: Event, read: ColumnRead, chunk
                 checksum.update(view)
                 low = max(begin, before)
                 if low < end:
-                    rows = low - before, end - before, read.first, read.ends, read.places, ids, read.place
-                    copy_rows(address + low - begin, *rows, True)
+                    read.copy(address + low - begin, low - before, end - before, ids)
             file.compare(chunk, checksum)

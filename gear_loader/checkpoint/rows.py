@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from gear_loader.checkpoint.files import Arena
+from gear_loader.checkpoint.shared_places import SharedPlaces, group_columns
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import StaleIndexError
 from gear_loader.native.saving_loops import CORRUPT, LOST, ON_DISK, copy_out
@@ -40,9 +41,11 @@ class TrajectoryRows:
         payload: reads ragged values; None without ragged columns.
         reader: of trajectories that lie on disk only; None if there are none.
         on_device: whether it reads all, from the memory of a GPU.
+        shared: where trajectories have what they share; None in a table that shares nothing.
 
     Attributes:
         first, ends: int64 [n], first row of each trajectory, and the row after its last.
+        shared: as given.
         filled: int64 [n], see `gear_loader.storage.filled_bits`: what mutable columns had when they were staged.
     """
 
@@ -58,10 +61,14 @@ class TrajectoryRows:
         payload: PayloadReader | None = None,
         reader: TierReader | None = None,
         on_device: bool = False,
+        shared: SharedPlaces | None = None,
     ) -> None:
-        self.slots = slots
-        self.ends = np.cumsum(rows_of(records))
-        self.first = self.ends - rows_of(records)
+        self.slots, self.shared = slots, shared
+        self._before = np.zeros(len(slots), dtype=np.int64) if shared is None else shared.begin_rows
+        self._groups = () if shared is None else group_columns(schema)
+        rows = rows_of(records) - self._before
+        self.ends = np.cumsum(rows)
+        self.first = self.ends - rows
         self._sequences = np.ascontiguousarray(records["sequence"])
         self._states = np.zeros(len(slots), dtype=np.uint8)
         self._index, self._schema, self._places, self._under_ticket = index, schema, places, under_ticket
@@ -89,6 +96,10 @@ class TrajectoryRows:
             return self.first, self.ends
         place = np.arange(len(self.ends))
         return place, place + 1
+
+    def _steps_before(self, name: str) -> Array:
+        """Steps of each trajectory before those in a column's file, int64 [n]."""
+        return np.zeros_like(self._before) if self._schema[name].trajectory else self._before
 
     def stage(self, most_bytes: int, arena: Arena, *, held: bool) -> None:
         """Copy the newest trajectories into memory, at once; and mutable columns of all, each trajectory at one moment.
@@ -202,6 +213,8 @@ class TrajectoryRows:
             lacks = self.filled[low:high] & self._schema.late_bits([name]) == 0
             counts = np.minimum(ends[low:high], end) - np.maximum(first[low:high], begin)
             buffer.reshape(end - begin, -1)[np.repeat(lacks, counts)] = 0  # their records name nothing
+        if name in self._groups and self.shared is not None:
+            buffer.reshape(end - begin, -1)[~self.shared.brings[begin:end]] = 0
 
     def _with_ticket(self, copy: Callable[[], None]) -> None:
         """Call a function that copies from blocks.
@@ -232,6 +245,7 @@ class TrajectoryRows:
             end * size,
             first,
             ends,
+            self._steps_before(name),
             self.slots,
             self._sequences,
             self._under_ticket,
@@ -265,7 +279,7 @@ class TrajectoryRows:
             gone |= arrays.state[slots] != READY
         size, once = int(self._places[name][2]), self._schema[name].trajectory
         low, high = np.maximum(first[which], begin), np.minimum(ends[which], end)
-        offset = np.zeros(len(which), dtype=np.int64) if once else low - first[which]
+        offset = np.zeros(len(which), dtype=np.int64) if once else low - first[which] + self._before[which]
         while True:
             for i in np.flatnonzero(gone).tolist():
                 buffer[(low[i] - begin) * size : (high[i] - begin) * size] = 0

@@ -42,7 +42,8 @@ from gear_loader.checkpoint.names import (
 from gear_loader.checkpoint.opening import make_directory, place_of
 from gear_loader.checkpoint.rows import TrajectoryRows
 from gear_loader.checkpoint.segments import Segment, check_files, stored_columns, write_checksums
-from gear_loader.checkpoint.trajectory_records import rows_of
+from gear_loader.checkpoint.shared_places import SharedPlaces, places_for
+from gear_loader.checkpoint.trajectory_records import as_sharing, rows_of
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.payload import used_bytes
 from gear_loader.storage.readers import Ticket
@@ -160,10 +161,13 @@ class Save:
         self._next_segment = old.next_segment if old else 1
         self._saves = old.saves + 1 if old else 1
         self.index_file: IndexFile | None = None
+        self._dropped = frozenset[int]()
+        # Of changes, while segments are dropped: their shared rows.
+        self._counted: tuple[SavedChanges | None, frozenset[int], int] = None, self._dropped, 0
         if on_disk is not None:
             self.on_disk, self.index_file = on_disk
             return
-        self.on_disk = OnDisk(self.layout.max_trajectories)
+        self.on_disk = OnDisk(self.layout.max_trajectories, shares=self.layout.prefixes)
         if old is None:
             return
         if old.schema.to_json() != table.schema.to_json():
@@ -181,6 +185,8 @@ class Save:
 
     def _reuse(self, old: Manifest) -> None:
         """Reuse the segments of the previous save, except those with files that are missing or have another size."""
+        if old.shares and not self.layout.prefixes:
+            return  # trajectories of this table have all their rows for themselves
         try:
             records = read_records(self.directory, old)
         except CheckpointError as error:
@@ -199,6 +205,7 @@ class Save:
                     folder.sync()
                 segment = dataclasses.replace(segment, xxh128=xxh128, checksums=None)
             segments.append(segment)
+        records = as_sharing(records) if self.layout.prefixes else records
         self.on_disk = OnDisk.of(self.index, records, segments)
 
     def run(self, progress: bool) -> None:
@@ -208,7 +215,9 @@ class Save:
             stack.callback(lambda: ticket.end())
             stack.enter_context(self._swept(None))
             changes = take_changes(self.index, self.on_disk, ticket)
-            dropped: Collection[int] = self.on_disk.sparsest(changes, math.inf, MAX_SEGMENTS)
+            new = self._new_rows(changes)
+            dropped: Collection[int] = self.on_disk.sparsest(changes, new, math.inf, MAX_SEGMENTS)
+            self._dropped = frozenset(dropped)
             changes = self.on_disk.rewriting(changes, dropped)
             advance, extend = stack.enter_context(
                 progress_bar("Saving", self._bytes(changes), enabled=progress)
@@ -226,7 +235,7 @@ class Save:
                     changes = self._quiet.run(round_of)
                     break
                 rows = self._rows(changes.unwritten(), under_ticket=last)
-                self._write_changes(segments, writer, changes, dropped, [rows])
+                self._write_changes(segments, writer, changes, dropped, [rows], under_ticket=last)
                 if last:
                     break
                 ticket, dropped = Ticket(), ()
@@ -245,7 +254,7 @@ class Save:
         changes = take_changes(self.index, self.on_disk, ticket)
         changes = self.on_disk.rewriting(changes, dropped)
         rows = self._rows(changes.unwritten(), under_ticket=True)
-        self._write_changes(segments, writer, changes, dropped, [rows])
+        self._write_changes(segments, writer, changes, dropped, [rows], under_ticket=True)
         return changes
 
     def run_behind(
@@ -274,14 +283,15 @@ class Save:
             for ticket in (None, Ticket()):
                 changes = take_changes(self.index, self.on_disk, ticket, brief=True)
                 try:
-                    budget = REWRITE_BYTES // max(1, self.schema.step_bytes)
-                    dropped = self.on_disk.sparsest(
-                        changes, budget, MAX_SEGMENTS_BEHIND, self._most_steps(changes)
-                    )
+                    self._dropped, budget = frozenset(), REWRITE_BYTES // max(1, self.schema.step_bytes)
+                    given = changes, self._new_rows(changes)
+                    most = self._most_steps(changes)
+                    dropped = self.on_disk.sparsest(*given, budget, MAX_SEGMENTS_BEHIND, most)
                     if from_archive:
                         dropped |= self.on_disk.sparse_in_archive(
-                            changes, dropped, self._segment_bytes, REWRITE_BYTES, self._most_steps(changes)
+                            *given, dropped, self._segment_bytes, REWRITE_BYTES, most
                         )
+                    self._dropped = frozenset(dropped)
                     changes = self.on_disk.rewriting(changes, dropped)
                     self._check_room(changes, dropped)
                     newest, *older = self._groups(changes)
@@ -294,7 +304,8 @@ class Save:
                     break
             writer, segments = self._open(stack, lambda _: None, ahead=False)
             groups = itertools.chain([rows], self._staged(older, arena))
-            self._write_index(self._write_changes(segments, writer, changes, dropped, groups))
+            written = self._write_changes(segments, writer, changes, dropped, groups, under_ticket=False)
+            self._write_index(written)
             self._commit(segments, self._manifest(changes), previous=True)
         note(self)
         sweep(self.directory, self.manifest, self.old)
@@ -329,7 +340,7 @@ class Save:
         # The index of a save, and the header of each column's file, are small beside the steps.
         once = self.schema.trajectory_bytes / max(1.0, self.layout.max_steps / self.layout.max_trajectories)
         if self.schema.ragged:
-            slots, records = changes.unwritten()
+            slots, _ = changes.unwritten()
             segments, columns = self.on_disk.segments.values(), stored_columns(self.schema)
             size = int(used_bytes(self._region, self.index)[slots].sum())
             size += sum(
@@ -337,7 +348,7 @@ class Save:
                 for segment in segments
                 for name in segment.values
             )
-            once += size / max(1, int(rows_of(records).sum()) + sum(segment.steps for segment in segments))
+            once += size / max(1, self._new_rows(changes) + sum(segment.steps for segment in segments))
         return int(tier.size / (self.schema.step_bytes + once))
 
     def _check_room(self, changes: SavedChanges, dropped: Collection[int]) -> None:
@@ -349,7 +360,7 @@ class Save:
         most, tier = self._most_steps(changes), self.layout.tier
         if most is None or tier is None:
             return
-        new, kept = int(rows_of(changes.unwritten()[1]).sum()), self.on_disk.live_after(changes)
+        new, kept = self._new_rows(changes), self.on_disk.live_after(changes)
         segments = {
             number: each for number, each in self.on_disk.segments.items() if not each.archive
         }  # on the disk
@@ -362,13 +373,31 @@ class Save:
                 max(1, live - most + most // 32),  # a little more, so that this is rare
             )
 
+    def _shared(self, trajectories: tuple[Array, Array]) -> SharedPlaces | None:
+        """What some trajectories that are to be written share; None of a table that shares nothing."""
+        if not self.layout.prefixes:
+            return None
+        given = self.index.arrays, self.schema, trajectories, self.on_disk.records
+        return places_for(*given, self._dropped)
+
+    def _new_rows(self, changes: SavedChanges) -> int:
+        """Rows that have to be written."""
+        trajectories = changes.unwritten()
+        rows = int(rows_of(trajectories[1]).sum())
+        known, dropped, _ = self._counted
+        if self.layout.prefixes and not (known is changes and dropped is self._dropped):
+            shared = self._shared(trajectories)
+            assert shared is not None
+            self._counted = changes, self._dropped, int(shared.begin_rows.sum())
+        return rows - self._counted[2]
+
     def _segment_bytes(self, segment: Segment) -> int:
         return sum(segment.bytes(name, column) for name, column in stored_columns(self.schema).items())
 
     def _bytes(self, changes: SavedChanges) -> int:
         slots, records = changes.unwritten()
         values = int(used_bytes(self._region, self.index)[slots].sum()) if self.schema.ragged else 0
-        steps = int(rows_of(records).sum()) * self.schema.step_bytes
+        steps = self._new_rows(changes) * self.schema.step_bytes
         return steps + len(records) * self.schema.trajectory_bytes + values
 
     # ---------------------------------------------------------------- segments
@@ -395,6 +424,7 @@ class Save:
             "payload": self._payload,
             "reader": self._reader,
             "on_device": self._on_device,
+            "shared": self._shared(trajectories),
         }
         return TrajectoryRows(self.index, self.schema, self._places, *trajectories, **options)
 
@@ -405,13 +435,17 @@ class Save:
         changes: SavedChanges,
         dropped: Collection[int],
         groups: Iterable[TrajectoryRows],
+        *,
+        under_ticket: bool,
     ) -> Array:
         """Write new rows, each group as a segment; the index never refers to those that are lost.
+
+        Those that were to have something of one that is lost are written once more, without it.
 
         Args:
             segments: directory of the segments.
             dropped: numbers of the segments that the new checkpoint does not use.
-            groups: of the trajectories that have to be written.
+            groups: of the trajectories that have to be written. under_ticket: whether the caller holds theirs.
 
         Returns:
             Records of what has changed, [m].
@@ -419,16 +453,23 @@ class Save:
         written: list[Segment] = []
         slots = [self.written[:0]]
         order = np.argsort(changes.slots, kind="stable")
-        for rows in groups:
+        again = list[TrajectoryRows]()
+        for rows in itertools.chain(groups, _taken(again)):
             if not len(rows.slots):
                 continue
             segment = self._write_segment(segments, writer, rows)
             at = order[np.searchsorted(changes.slots, rows.slots, sorter=order)]
-            place = np.flatnonzero(~rows.lost)
+            lacking = np.zeros_like(rows.lost)
+            if rows.shared is not None and (lacking := rows.shared.without(rows.lost, segment.number)).any():
+                left = rows.slots[lacking], changes.records[at[lacking]]
+                again.append(self._rows(left, under_ticket=under_ticket))
+            place = np.flatnonzero(~rows.lost & ~lacking)
             changes.records["segment"][at[place]] = segment.number
             changes.records["first"][at[place]] = rows.first[place]
             changes.records["place"][at[place]] = place
             changes.records["filled"][at[place]] = rows.filled[place]
+            if rows.shared is not None:
+                rows.shared.write(changes.records, at[place], place, segment.number, rows.first)
             written.append(segment)
             slots.append(rows.slots)
         self.has_changed = True
@@ -517,6 +558,7 @@ class Save:
             segments=tuple(on_disk.segments[number] for number in used),
             statistics=self.statistics,
             prefixes=self.layout.prefixes,
+            shares=self.layout.prefixes,
         )
 
     def _commit(self, segments: Directory, manifest: Manifest, *, previous: bool) -> None:
@@ -537,3 +579,9 @@ class Save:
         self.directory.rename(MANIFEST_NAME + PART, MANIFEST_NAME)
         self.directory.sync()
         self.directory.sync_parent()  # the directory itself may be new
+
+
+def _taken(pending: list[TrajectoryRows]) -> Iterator[TrajectoryRows]:
+    """What is in a list, and what is appended to it meanwhile."""
+    while pending:
+        yield pending.pop()

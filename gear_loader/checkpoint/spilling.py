@@ -19,7 +19,8 @@ import numpy as np
 
 from gear_loader.checkpoint.changes import OnDisk
 from gear_loader.checkpoint.returning_values import ReturningValues
-from gear_loader.checkpoint.trajectory_records import rows_of
+from gear_loader.checkpoint.shared_places import Common
+from gear_loader.checkpoint.trajectory_records import rows_of, segments_of
 from gear_loader.errors import StaleIndexError
 from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native.copying import copy_rows
@@ -83,18 +84,27 @@ def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
     return np.argsort(-sequences if keep == "oldest" else sequences, kind="stable")
 
 
-def hottest(layout: Layout, records: Array, keep: Keep, values: Array | None = None) -> Array:
+def hottest(
+    layout: Layout, records: Array, keep: Keep, common: Common, values: tuple[Array, Array] | None = None
+) -> Array:
     """Which trajectories of a recovered table are read into memory, bool [n]; a part of it stays free.
 
     Args:
-        values: int64 [n], bytes of the memory of ragged values that they take, if they are known.
+        common: what they have in common.
+        values: int64 [n], bytes of the memory of ragged values that they take, and of those, that the others with the
+            same leader have too, if they are known.
     """
     order = coldness(keep, records["sequence"], records["priority"])[::-1]
-    blocks = -(-rows_of(records)[order] // layout.block_steps)
+    blocks = -(-rows_of(records) // layout.block_steps)
+    blocks = blocks - common.least_shared(order, layout.block_steps, int(bool(layout.schema.per_trajectory)))
     inside = np.zeros(len(order), dtype=bool)
-    inside[order] = np.cumsum(blocks) <= layout.num_blocks - kept_free(layout)
+    inside[order] = np.cumsum(blocks[order]) <= layout.num_blocks - kept_free(layout)
     if values is not None:
-        inside[order] &= np.cumsum(values[order]) <= layout.payload - kept_bytes(layout.payload)
+        held, shared = (each[order] for each in values)
+        _, first = np.unique(common.leaders[order], return_index=True)
+        taken = held.copy()
+        taken[first] += shared[first]
+        inside[order] &= np.cumsum(taken) <= layout.payload - kept_bytes(layout.payload)
     return inside
 
 
@@ -191,7 +201,8 @@ class Spiller:
         """
         arrays, known = self._arrays, copies_of(self._arrays, slots)
         differs = records["sequence"] >= 0
-        differs &= np.logical_or.reduce([records[name] != known[name] for name in COPY.names or ()])
+        names = [name for name in COPY.names or () if name in records.dtype.fields]
+        differs &= np.logical_or.reduce([records[name] != known[name] for name in names])
         slots, records = slots[differs], records[differs]
 
         def write() -> None:
@@ -211,7 +222,7 @@ class Spiller:
         arrays = self._arrays
         generations = arrays.generation.copy()
         slots = np.flatnonzero((arrays.state == READY) & (arrays.extent[:, 1] < 0))
-        slots = slots[~np.isin(copies_of(arrays, slots)["segment"], list(segments))]
+        slots = slots[~np.isin(segments_of(copies_of(arrays, slots)), list(segments)).all(axis=1)]
         return slots, generations[slots]
 
     def is_due(self) -> bool:
@@ -245,7 +256,8 @@ class Spiller:
         generations, sequences = arrays.generation.copy(), arrays.sequence.copy()
         slots = np.flatnonzero(arrays.state == READY)
         slots = slots[are_current(arrays, slots)]
-        far = np.isin(copies_of(arrays, slots)["segment"], self.archived) & (arrays.extent[slots, 1] < 0)
+        far = np.isin(segments_of(copies_of(arrays, slots)), self.archived).any(axis=1)
+        far &= arrays.extent[slots, 1] < 0
         slots = slots[~far]
         order = self._coldness(slots, sequences, generations)
         extent = arrays.extent[slots]

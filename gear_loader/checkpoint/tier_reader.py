@@ -28,9 +28,11 @@ import xxhash
 from gear_loader.checkpoint.archive_reads import ArchivedFile, ArchiveReads, DamagedObjectError, started_pool
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.manifest import Manifest, previous_of, read_manifest
-from gear_loader.checkpoint.names import MANIFEST_NAME, values_of
+from gear_loader.checkpoint.names import MANIFEST_NAME, column_of, values_of
 from gear_loader.checkpoint.reading import ColumnFile
 from gear_loader.checkpoint.segments import Segment, read_checksums, stored_columns
+from gear_loader.checkpoint.shared_places import group_columns
+from gear_loader.checkpoint.trajectory_records import segments_of
 from gear_loader.errors import CheckpointError, StaleIndexError
 from gear_loader.native import file_reads
 from gear_loader.native.file_reads import ADDRESS, BEGIN, BYTES, CHUNK, FD, VERIFIED, WIDTH
@@ -201,6 +203,7 @@ class FileReader:
         self._engine = weakref.ref(engine)
         self._schema: Schema = engine.schema
         self._columns = stored_columns(engine.schema)
+        self._groups = group_columns(engine.schema)
         self._path = engine.region.layout.tier.path
         self._mutex = threading.Lock()
         self._reset()
@@ -234,7 +237,12 @@ class FileReader:
                 ends = np.cumsum(taken)
                 which = np.repeat(offsets // 16 - ends + taken, taken) + np.arange(int(ends[-1]))
                 records = out[: len(out) // 16 * 16].view(np.int64).reshape(-1, 2)
-                names = np.repeat(slots, taken), np.repeat(places[:, 0], taken)
+                segments = np.repeat(places["group_segment" if name in self._groups else "segment"], taken)
+                if not self._schema[name].trajectory:
+                    steps = np.repeat(first - ends + taken, taken) + np.arange(int(ends[-1]))
+                    begun = steps < np.repeat(places["begin_rows"], taken)
+                    segments = np.where(begun, np.repeat(places["begin_segment"], taken), segments)
+                names = np.repeat(slots, taken), segments
                 records[which] = on_disk(records[which], *names)
 
     def read_values(
@@ -248,6 +256,7 @@ class FileReader:
         # What lies one after another, in the file and in memory, is read at once.
         joined: Array = np.zeros(len(slots), dtype=bool)
         joined[1:] = (slots[1:] == slots[:-1]) & (first[1:] == first[:-1] + counts[:-1])
+        joined[1:] &= tags[1:] == tags[:-1]
         joined[1:] &= out[1][1:] == out[1][:-1] + counts[:-1] * size
         begins = np.flatnonzero(~joined)
         counts = np.add.reduceat(counts, begins)
@@ -283,9 +292,16 @@ class FileReader:
         def look_up() -> Array:
             places = self._look_up(slots, generations)
             if tags is not None:
-                if (tag_of(places[:, 0]) != tags).any():
+                (key,) = outs
+                name = column_of(key)
+                if name in self._groups:
+                    places["segment"] = places["group_segment"]
+                elif not self._schema[name].trajectory:
+                    others = (places["begin_rows"] > 0) & (tag_of(places["segment"]) != tags)
+                    places["segment"][others] = places["begin_segment"][others]
+                if (tag_of(places["segment"]) != tags).any():
                     raise MovedRowsError
-                places[:, 1] = 0
+                places["first"] = places["begin_rows"] = 0
             return places
 
         places, same = look_up(), False
@@ -297,7 +313,7 @@ class FileReader:
             except FileNotFoundError:
                 self._next_look = 0.0  # another manifest may say that it is in an archive
                 before, places = places, look_up()
-                same = bool((before == places).all())
+                same = bool((segments_of(before) == segments_of(places)).all())
         else:
             raise CheckpointError(
                 f"{self._path} was rewritten during each of {_ATTEMPTS} attempts to read from it."
@@ -332,7 +348,7 @@ class FileReader:
     # ---------------------------------------------------------------- where the rows are
 
     def _look_up(self, slots: Array, generations: Array) -> Array:
-        """Segment, first row, and position in the segment of each trajectory, int64 [n, 3].
+        """Where the trajectories are, `COPY` [n].
 
         Raises:
             StaleIndexError: a trajectory was evicted or removed, and its index reused.
@@ -350,7 +366,7 @@ class FileReader:
                     f"from {self._path}; the first is index {slots[gone][0]}."
                 )
             self._counts.take(arrays.tier_counts)
-            return np.stack((copies["segment"], copies["first"], copies["place"]), axis=1)
+            return copies
 
         return index.recovery.read(look)  # also under the lock, see `TableReader.read_whole`
 
@@ -431,7 +447,8 @@ class FileReader:
         Raises:
             FileNotFoundError: a file does not exist. CheckpointError: files cannot be opened.
         """
-        numbers, inverse = np.unique(places[:, 0], return_inverse=True)
+        wanted = [self._pieces(name, places, first, counts) for name in outs]
+        numbers, inverse = np.unique(np.concatenate([each[0] for each in wanted]), return_inverse=True)
         files: list[_File | ArchivedFile | None] = []
         errors: list[Exception | None] = []
         with self._mutex:
@@ -461,15 +478,14 @@ class FileReader:
         rank[order] = np.arange(len(files))
         failed: dict[int, Exception] = {}
         parts: list[Array] = []
+        done = 0
         for j, (name, (out, offsets)) in enumerate(outs.items()):
-            column = self._columns[name]
-            size = column.step_bytes
-            rows = places[:, 2] if column.trajectory else places[:, 1] + first
-            taken = np.ones_like(counts) if column.trajectory else counts
-            of = inverse.reshape(-1) * len(outs) + j
+            size, (_, who, rows, taken, skipped) = self._columns[name].step_bytes, wanted[j]
+            of = inverse.reshape(-1)[done : done + len(who)] * len(outs) + j
+            done += len(who)
             there = about[of, 3] > 0
-            for i in np.flatnonzero(~there).tolist():
-                problem = errors[of[i]]
+            for i, number in zip(who[~there].tolist(), of[~there].tolist(), strict=True):
+                problem = errors[number]
                 assert problem is not None
                 failed[i] = problem
             which = np.flatnonzero(there & (taken > 0))
@@ -478,11 +494,35 @@ class FileReader:
             pieces[:, FD], pieces[:, VERIFIED], pieces[:, CHUNK] = about[of, 0], about[of, 2], about[of, 3]
             pieces[:, BEGIN] = about[of, 1] + rows[which] * size
             pieces[:, BYTES] = taken[which] * size
-            pieces[:, ADDRESS] = data_address(out) + offsets[which]
-            pieces[:, _POSITION], pieces[:, _OF] = which, of
+            pieces[:, ADDRESS] = data_address(out) + offsets[who[which]] + skipped[which] * size
+            pieces[:, _POSITION], pieces[:, _OF] = who[which], of
             parts.append(pieces)
         pieces = np.concatenate(parts)
         return _Reads(pieces[np.lexsort((pieces[:, BEGIN], rank[pieces[:, _OF]]))], files), failed
+
+    def _pieces(
+        self, name: str, places: Array, first: Array, counts: Array
+    ) -> tuple[Array, Array, Array, Array, Array]:
+        """The spans of a column's files that a request takes, int64 [m] each: segment, position in the request, first
+        row in the file, rows, and rows of the request's span before them."""
+        who, zero = np.arange(len(places)), np.zeros(len(places), dtype=np.int64)
+        if self._columns[name].trajectory:
+            kind = "group_" if name in self._groups else ""
+            return places[f"{kind}segment"], who, places[f"{kind}place"], zero + 1, zero
+        before = np.clip(places["begin_rows"] - first, 0, counts)
+        own = (
+            places["segment"],
+            who,
+            places["first"] + first + before - places["begin_rows"],
+            counts - before,
+            before,
+        )
+        split = np.flatnonzero(before)
+        if not len(split):
+            return own
+        begins = places["begin_segment"], who, places["begin_first"] + first, before, zero
+        parts = [np.concatenate((mine, other[split])) for mine, other in zip(own, begins, strict=True)]
+        return parts[0], parts[1], parts[2], parts[3], parts[4]
 
     # ---------------------------------------------------------------- reading
 

@@ -108,23 +108,24 @@ class Samplers:
         return self._maps[shard].slots(ids)
 
     def with_blocks(self, table: Table, records: Array) -> Array:
-        """Add to records of a table the extents of trajectories, where they are needed, and the blocks of the windows,
-        where they are read one-sidedly."""
-        if self._reach is None and not self._extents:
+        """Add to records of a table the extents of trajectories and what these share, where they are needed, and the
+        blocks of the windows, where they are read one-sidedly."""
+        if self.dtype == records.dtype:
             return records
         full: Array = np.zeros(len(records), dtype=self.dtype)
         for name in records.dtype.names or ():
             full[name] = records[name]
-        if self._reach is None:
+        if self._reach is None and self._extents:
             extents = table._engine.reader().index_arrays()[0][full["slot"]]
             full["steps"], full["final"] = extents[:, 0], extents[:, 2]
+        if self._reach is None:
             return with_origins(table, full)
         width = full["blocks"].shape[1]
         extent, ids = np.empty((len(full), 3), dtype=np.int64), np.zeros((len(full), width), dtype=np.int32)
         resolve(table, full["slot"].copy(), full["step"].copy(), self._reach, extent, ids)
         full["steps"], full["final"], full["blocks"] = extent[:, 0], extent[:, 2], ids
         full["low"] = np.arange(len(full)) * width - extent[:, 1]
-        return full
+        return with_origins(table, full)
 
     def spare_rows(self, draw: Draw, count: int, turn: int) -> tuple[Array, int]:
         """Draw spare rows from this process's shards, or if they are empty from another shard of the node.

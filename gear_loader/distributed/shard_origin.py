@@ -163,7 +163,7 @@ class ShardOrigin(Origin):
             history=history,
             reach=reach_of(context.table.schema, windows) if one_sided else None,
             packed=packed,
-            tree=tree,
+            tree=tree or bool(context.table.schema.ragged),
             deal=deal,
             prefer_local=self.ranks.prefer_local,
         )

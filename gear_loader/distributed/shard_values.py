@@ -2,7 +2,7 @@
 the servers of others.
 
 Each distinct value is requested once for a batch, however many rows and windows show it. Values of a table with a disk
-tier, and frames of video in windows, are named by their steps, so that what trajectories share is one for each of them.
+tier, and frames of video in windows, are named by their steps: the row records tell which trajectories share them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from gear_loader.collection.movers import RowMover
 from gear_loader.collection.ragged_values import rows_of
 from gear_loader.collection.windows import source_of, steps_of
+from gear_loader.distributed.records import ORIGINS
 from gear_loader.distributed.remote import RemoteShard, RowRequest, ValuePart
 from gear_loader.distributed.shard_frames import RemoteFrames, local_frames, shown_frames
 from gear_loader.errors import TransportError
@@ -27,6 +28,7 @@ from gear_loader.storage.disk import LostRowsError
 from gear_loader.storage.disk_records import rows_of as sizes_of
 from gear_loader.storage.disk_records import steps_in
 from gear_loader.storage.ragged import Ragged, Values, texts
+from gear_loader.storage.schema import Column
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -235,8 +237,10 @@ class ShardValues:
             row, asked = rows.records[numbers[which]], records[which]
             owners, own = np.unique(np.stack((row["slot"], row["generation"])), axis=1, return_inverse=True)
             own = own.reshape(-1)
-            # What names a step, of a table with a disk tier, is another value in each trajectory.
-            keys = np.column_stack((own, asked)) if (asked[:, 0] < 0).any() else asked
+            # What names a step, of a table with a disk tier, is another value in each trajectory, unless they share it.
+            keys = asked
+            if (asked[:, 0] < 0).any():
+                keys = np.column_stack((_sharing(mover.layout.schema[column], row, steps_in(asked)), asked))
             keys, first, place = np.unique(keys, axis=0, return_index=True, return_inverse=True)
             known = keys[:, -2:]
             # Values of a trajectory that lie one after another are asked for as one.
@@ -304,6 +308,20 @@ class ShardValues:
             mover.staging.give(part.memory)
         gone: Array = np.any(lost[asked.entries], axis=0)
         return memory, gone, failure
+
+
+def _sharing(column: Column, rows: Array, steps: Array) -> Array:
+    """What tells apart the trajectories of values that are named by their steps, int64 [n, 2]: the same for values that
+    several share.
+
+    Args:
+        column: theirs. rows: records of their rows. steps: int64 [n].
+    """
+    own, roots, common, slots, generations = (rows[name] for name in ORIGINS)
+    if column.group and not column.late:
+        return np.stack((slots, generations), axis=1)
+    begins = (roots >= 0) & (steps < common) & (not column.trajectory)
+    return np.stack((np.where(begins, roots, own), np.zeros_like(own)), axis=1)
 
 
 def _steps_shown(layout: Any, batch: Mapping[str, Any], names: list[str], rows: Any) -> Array:

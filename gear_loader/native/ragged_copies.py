@@ -305,21 +305,21 @@ def _record(column, ids, place, step):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def find_values(rows, places, ids, column, most, found) -> None:  # type: ignore[no-untyped-def]
+def find_values(rows, before, places, ids, column, most, found) -> None:  # type: ignore[no-untyped-def]
     """Find the values of trajectories by their records as a file has them, which say the first row and the rows.
 
     Args:
-        rows: int64 [n], records of each trajectory, 1 or more.
+        rows, before: int64 [n], records of each trajectory, 1 or more, and the steps before them.
         places, ids, column: of the records, as for `gear_loader.native.copying.copy_rows`.
         most: rows of the values in the file.
         found: int64 [n, 2], output: first row of the values of each trajectory, and the row after their last; -1 twice
             where they do not follow one another.
     """
     for i in range(len(rows)):
-        first = _record(column, ids, places[i], 0)[0]
+        first = _record(column, ids, places[i], before[i])[0]
         following, valid = first, first >= 0
         for step in range(rows[i]):
-            record = _record(column, ids, places[i], step)
+            record = _record(column, ids, places[i], before[i] + step)
             valid &= record[0] == following and 0 <= record[1] <= most
             following += record[1]
             valid &= following <= most
@@ -327,7 +327,9 @@ def find_values(rows, places, ids, column, most, found) -> None:  # type: ignore
 
 
 @compiled
-def move_records(rows, places, ids, column, row_bytes, found, targets) -> None:  # type: ignore[no-untyped-def]
+def move_records(  # type: ignore[no-untyped-def]
+    rows, before, places, ids, column, row_bytes, found, targets
+) -> None:
     """Make records as a file has them those of values in memory.
 
     Args:
@@ -336,7 +338,7 @@ def move_records(rows, places, ids, column, row_bytes, found, targets) -> None: 
     """
     for i in range(len(rows)):
         for step in range(rows[i]):
-            record = _record(column, ids, places[i], step)
+            record = _record(column, ids, places[i], before[i] + step)
             record[0] = targets[i] + (record[0] - found[i, 0]) * row_bytes
 
 

@@ -47,9 +47,10 @@ def find_changes(  # type: ignore[no-untyped-def]
         most: number of slots to compare. among: int64 [most], which ones; or [0] for the first ones.
         state, generation, sequence, extent, created, ident, filled, sampled: arrays of an index.
         priority: those of an index, viewed as int32.
-        known: int64 [slots, 9], words of a record for each slot; its first is -1 where there is none.
-        slots: int64 [most], output: the slots that differ. records: int64 [most, 9], output: their present records;
-            the first word is -1 where the trajectory is gone, and segment and place are 0 where its rows are new.
+        known: int64 [slots, words], words of a record for each slot; its first is -1 where there is none.
+        slots: int64 [most], output: the slots that differ. records: int64 [most, words], output: their present
+            records; the first word is -1 where the trajectory is gone, and what says where its rows are is 0 where
+            they are new.
 
     Returns:
         The number of slots that differ.
@@ -87,10 +88,11 @@ def find_changes(  # type: ignore[no-untyped-def]
         records[count, 2], records[count, 3] = created[slot], ident[slot]
         records[count, 4], records[count, 5] = bits, draws
         if same:
-            for word in range(6, 9):
+            for word in range(6, known.shape[1]):
                 records[count, word] = known[slot, word]
         else:
-            records[count, 6], records[count, 7], records[count, 8] = final, 0, 0
+            records[count, 6:] = 0
+            records[count, 6] = final
         count += 1
     return count
 
@@ -102,6 +104,7 @@ def copy_out(  # type: ignore[no-untyped-def]
     high,
     first,
     ends,
+    before,
     slots,
     sequences,
     held,
@@ -121,7 +124,8 @@ def copy_out(  # type: ignore[no-untyped-def]
 
     Args:
         address: of the buffer for bytes `low` to `high` - 1 of the file's rows.
-        first, ends: int64 [n], ascending: first row of each trajectory, and the row after its last.
+        first, ends: int64 [n], ascending: first row of each trajectory, and the row after its last. before: int64 [n],
+            its steps that the file does not have: those before the first row.
         slots, sequences: int64 [n], the trajectories.
         held: whether a read ticket keeps their blocks, so that also evicted ones are whole.
         column: int64 [5], as for `gear_loader.native.copying.copy_rows`.
@@ -134,13 +138,13 @@ def copy_out(  # type: ignore[no-untyped-def]
     i = np.searchsorted(ends, low // size, side="right")
     while i < len(first) and first[i] * size < high:
         begin, end = max(low, first[i] * size), min(high, ends[i] * size)
-        slot = slots[i]
+        slot, zero = slots[i], first[i] - before[i]  # where the row of its first step would be
         status = LOST if found[i] == LOST else COPIED
         start = begin
         while start < end and status == COPIED:
-            block = (start // size - first[i]) // block_steps
-            most = min(end, (first[i] + (block + _BATCH) * block_steps) * size)
-            count = ((most - 1) // size - first[i]) // block_steps + 1 - block
+            block = (start // size - zero) // block_steps
+            most = min(end, (zero + (block + _BATCH) * block_steps) * size)
+            count = ((most - 1) // size - zero) // block_steps + 1 - block
             # The ids of a trajectory's blocks never change, but their place does when block tables are compacted.
             known, turn = False, 0
             while not known and turn < _ATTEMPTS and status == COPIED:
@@ -161,10 +165,10 @@ def copy_out(  # type: ignore[no-untyped-def]
                 status = CORRUPT if status == COPIED else status
                 break
             while start < most:
-                step = start // size - first[i]
-                part = start - (first[i] + step) * size  # bytes of this step that precede `start`
+                step = start // size - zero
+                part = start - (zero + step) * size  # bytes of this step that precede `start`
                 at = step // block_steps
-                limit = min(most, (first[i] + (at + 1) * block_steps) * size)
+                limit = min(most, (zero + (at + 1) * block_steps) * size)
                 here = base + ids[at - block] * stride + (step - at * block_steps) * every + part
                 there = address + start - low
                 if every == size:

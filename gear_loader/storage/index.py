@@ -49,7 +49,7 @@ from gear_loader.storage.ids import (
     origin_of,
     slots_of,
 )
-from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.index_arrays import IndexArrays, ranges
 from gear_loader.storage.operations.extents import SPOT_WIDTH
 from gear_loader.storage.operations.view import (
     BUSY,
@@ -734,11 +734,23 @@ class Index:
 
         return self.recovery.locked(request)
 
-    def begin_stored(self, lengths: Array, finals: Array, inside: Array, claim: Claim) -> Array:
+    def begin_stored(
+        self,
+        lengths: Array,
+        finals: Array,
+        inside: Array,
+        claim: Claim,
+        parents: Array,
+        shared: Array,
+        note: Callable[[], None],
+    ) -> Array:
         """`begin` for trajectories of which some are on disk and get no blocks; for an empty table.
 
         Args:
             lengths, finals: int64 [n]. inside: bool [n], whether each one gets blocks. claim: as for `begin`.
+            parents, shared: int64 [n]; blocks number `IndexArrays.copied_blocks` to `shared` - 1 are those of one of
+                the n before it, which is inside.
+            note: called under the lock when `claim` has the slots.
 
         Returns:
             Blocks of those inside, one trajectory after another, int32 [blocks].
@@ -747,14 +759,26 @@ class Index:
             TableFullError: another process has added trajectories to the table meanwhile.
         """
         arrays = self.arrays
-        ids = np.empty(int(arrays.blocks_of((lengths + finals)[inside]).sum()), dtype=np.int32)
-        given = (arrays.where, lengths, finals, inside, *self.readers.here(), claim.slots, ids)
-        if self.recovery.locked(lambda: arrays.ops.begin_stored(*given)) != DONE:
+        total = arrays.blocks_of(lengths + finals)
+        new = (total - np.maximum(shared - arrays.copied_blocks, 0))[inside]
+        taken: Array = np.empty(int(new.sum()), dtype=np.int32)
+        begins = inside, parents, shared, arrays.copied_blocks
+        given = (arrays.where, lengths, finals, *begins, *self.readers.here(), claim.slots, taken)
+
+        def begin() -> Array | None:
+            if arrays.ops.begin_stored(*given) != DONE:
+                return None
+            claim.generations = arrays.generation[claim.slots]
+            note()
+            ids: Array = arrays.block_ids[ranges(arrays.extent[claim.slots[inside], 1], total[inside])]
+            return ids
+
+        ids = self.recovery.locked(begin)
+        if ids is None:
             raise TableFullError(
                 f"{len(lengths):,} trajectories were to be loaded into an empty table, which holds "
                 f"{self.arrays.num_ready():,}. Attach other processes after the load has returned."
             )
-        claim.generations = arrays.generation[claim.slots]
         return ids
 
     def evict(self, steps: int, how: int) -> int:

@@ -36,10 +36,8 @@
                     lowest               float32 [G]      lower bound of the priorities of each group of slots
                     parked               int32 [N]        blocks of trajectories that were moved to disk, until nobody
                                                           reads them any more; [1] of a table without a disk tier
-                    stored               int64 [T, 4]     where a trajectory is on disk: 1 + its sequence number
-                                                          (negative: without columns filled since), segment,
-                                                          first row, position in the segment; [1, 4] of a table without
-                                                          a disk tier
+                    stored               int64 [T, 11]    where a trajectory is on disk, see `disk_copies.py`; [T, 21]
+                                                          of a table with prefixes, [1, ...] without a disk tier
                     tier_priority        int64 [T]        [0] without a disk tier. Lower half of the generation, and
                                                           latest priority that a dataset has given (float32)
                     versions             int64 [T]        version of the policy of a trajectory that lies on disk only;
@@ -87,12 +85,12 @@ from gear_loader.storage.disk import Tier
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import MAGIC
 from gear_loader.storage.table_rules import Rules
-from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS
+from gear_loader.storage.tier_counts import COPIES_WIDTH, COUNTS, SHARED_WIDTH
 
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
@@ -225,7 +223,7 @@ class Layout:
         self.tier = tier
         self.device, on_device = device, device is not None
         self.group = 1 << ((max_trajectories - 1).bit_length() + 1) // 2
-        entries = num_blocks
+        entries, copy = num_blocks, SHARED_WIDTH if prefixes else COPIES_WIDTH
         if prefixes:  # those of all trajectories, each with a final step
             entries = most_blocks(max_steps, max_trajectories, block_steps) + max_trajectories
         self.half = entries + (entries + 1) // 2
@@ -259,7 +257,7 @@ class Layout:
             ("uses", np.int32, (blocks, 2)),
             ("lowest", np.float32, (-(-slots // self.group),)),
             ("parked", np.int32, (1 if tier is None else blocks,)),
-            ("stored", np.int64, (1 if tier is None else slots, COPIES_WIDTH)),
+            ("stored", np.int64, (1 if tier is None else slots, copy)),
             ("tier_priority", np.int64, (0 if tier is None else slots,)),
             ("versions", np.int64, (0 if tier is None or self.rules.version is None else slots,)),
             ("tier_counts", np.int64, (0 if tier is None else COUNTS,)),

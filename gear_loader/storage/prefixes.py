@@ -8,9 +8,9 @@ Ragged values that are shared lie in the memory of one trajectory, the leader, w
 table with ragged steps the shared ones are all the leader's: who begins with more than the common steps of one that has
 a leader gets copies of all, and is a leader itself.
 
-On disk each trajectory is whole. One that is moved there leaves the blocks and values that others have in memory to
-these; one that comes back has those of such a trajectory again (`Relative`), and what is missing is stored anew, as the
-leader's.
+On disk, too, what is shared is there once (`gear_loader.checkpoint.shared_places`). One that is moved there leaves the
+blocks and values that others have in memory to these; one that comes back has those of such a trajectory again
+(`Relative`), and what is missing is stored anew, as the leader's.
 """
 
 from __future__ import annotations

@@ -467,8 +467,7 @@ class Table:
     ) -> Table:
         """Create a table from what `create(disk=)` has written last, and go on writing into the same directory.
 
-        Restores the same as `load`, with the priorities and times sampled of the last write; what is added to a table
-        with prefixes is shared again. If a file of the last
+        Restores the same as `load`, with the priorities and times sampled of the last write. If a file of the last
         write is damaged (which needs a faulty disk), the write before it is taken, and the log says so.
 
         Args:

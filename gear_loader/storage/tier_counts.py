@@ -28,8 +28,8 @@ from gear_loader.utils.arrays import Array
 ) = range(9)
 COUNTS = 16
 """Entries of `tier_counts`."""
-COPIES_WIDTH = 11
-"""Entries of a row of `stored`, see `gear_loader.storage.disk_copies`."""
+COPIES_WIDTH, SHARED_WIDTH = 11, 21
+"""Entries of a row of `stored`, see `gear_loader.storage.disk_copies`; the same in a table with prefixes."""
 SLOW_SHARE = 0.7
 """Share of the time that batches are read from disk from which on the loop waits for it, whatever else it does."""
 _FRESH_SECONDS = 60.0

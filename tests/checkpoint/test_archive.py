@@ -358,3 +358,32 @@ def test_hostile_addresses_in_a_manifest(tmp_path: Path, wrong: Any) -> None:
     (tmp_path / "manifest.json").write_bytes(dataclasses.replace(manifest, segments=segments).to_bytes())
     with pytest.raises(CheckpointError, match=r"archive'?: it has .* expected the address of segment"):
         gear.Table.load(tmp_path)
+
+
+def test_steps_that_trajectories_share_lie_in_the_archive(tmp_path: Path) -> None:
+    """In a segment there, to which trajectories in others refer, also when that of the steps' first has left."""
+    with three_tiers(tmp_path, prefixes=True, blocks=200) as table:
+        add(table, 1)
+        first, after = int(table.indices()[0]), rows(1, LENGTH + 8)
+        for number in range(2, 40):
+            if number % 4:
+                add(table, number)
+            else:
+                given = {
+                    name: values if COLUMNS[name].trajectory else values[15:]
+                    for name, values in after.items()
+                }
+                table.add(given, prefix=first, prefix_steps=15)
+            if number % 4 == 3:
+                table.save(tmp_path)
+        settle(table, tmp_path)
+        expected = everything(table)
+        assert segments_of(tmp_path)[True]
+        spill(table, table.indices())
+        assert everything(table) == expected
+        table.remove(first)
+        table.save(tmp_path)
+        settle(table, tmp_path)
+        assert everything(table) == expected[1:]
+    with gear.Table.recover(options(tmp_path)) as again:
+        assert [each[1:] for each in everything(again)] == [each[1:] for each in expected[1:]]

@@ -216,9 +216,9 @@ def drop(*keys: Any) -> Callable[[Any], None]:
 
 
 def test_another_version(path: Path, table: gear.Table) -> None:
-    rewrite(path, put(6, "version"))
+    rewrite(path, put(7, "version"))
     expected = (
-        f"{path / 'manifest.json'} has checkpoint version 6; this version of Gear Loader reads versions 3 to 5. "
+        f"{path / 'manifest.json'} has checkpoint version 7; this version of Gear Loader reads versions 3 to 6. "
         "Use the one that wrote it, or choose another directory."
     )
     assert refused(path) == expected

@@ -20,7 +20,7 @@ from table_common import COLUMNS, RAGGED, bury, fresh_name, number_of, numbers_o
 import gear_loader as gear
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint import saving
-from gear_loader.errors import TableFullError
+from gear_loader.errors import StaleIndexError, TableFullError
 
 pytestmark = pytest.mark.long
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -58,6 +58,8 @@ def _own(pipe: Connection, path: str, kind: str, name: str) -> None:
     memory: dict[str, Any] = {"max_blocks": 60} if "tier" in kind else {}
     if "ragged" in kind:
         memory["payload"] = 40_000 if "tier" in kind else 200_000
+    if "shared" in kind and not disk.exists():  # a table that comes back has what it had
+        memory["prefixes"] = True
     if disk.exists():
         table = gear.Table.recover(disk, name=name, **memory)
     else:
@@ -73,7 +75,15 @@ def _add(name: str, seed: int) -> None:
     generator = random.Random(seed)
     with gear.Table.attach(name, timeout=PATIENCE) as table:
         for number in range(10**6):
-            table.add(rows(number, generator.randint(1, 60), ragged=bool(table.schema.ragged)))
+            length = generator.randint(1, 60)
+            slot = table.add(rows(number, length, ragged=bool(table.schema.ragged)))
+            if table._engine.region.layout.prefixes and length > 3:
+                steps = length - length // 4
+                generation = int(table._engine.index.arrays.generation[slot])
+                rest = {name: values[steps:] for name, values in rows(number, length).items()}
+                begin: Any = {"prefix": slot, "prefix_steps": steps, "prefix_generation": generation}
+                with contextlib.suppress(StaleIndexError):  # it has been evicted meanwhile
+                    table.extend([rest] * 3, **begin)
 
 
 def started(work: Any, *given: Any) -> Any:
@@ -101,7 +111,10 @@ def check_memory(name: str, pid: int, kind: str) -> None:
         table.unlink()
 
 
-@pytest.mark.parametrize("kind", ["save", "behind", "tier", "ragged save", "ragged behind", "ragged tier"])
+@pytest.mark.parametrize(
+    "kind",
+    ["save", "behind", "tier", "ragged save", "ragged behind", "ragged tier", "shared behind", "shared tier"],
+)
 @pytest.mark.parametrize("turns", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_what_was_told_is_there_and_everything_is_whole(tmp_path: Path, kind: str, turns: int) -> None:
     """The last complete write is there, or a later one; each process goes on with what its predecessor left."""

@@ -249,6 +249,30 @@ def test_random_programs(
             Program(seed, tmp_path / str(seed)).run(25)
 
 
+def test_steps_that_are_shared_on_disk_are_apart_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "IMAGE_BYTES", 2_000)
+    columns = {"token": gear.Column(torch.int64), "once": gear.Column(torch.int16, (2,), per="trajectory")}
+    sizes: dict[str, Any] = {"max_steps": 500, "max_trajectories": 20, "block_steps": 4}
+    with gear.Table.create(columns, memory=gear.Memory(max_blocks=60, prefixes=True), **sizes) as table:
+        for group in range(3):
+            steps = {"token": np.arange(30) + 100 * group, "once": np.full(2, group, np.int16)}
+            first = table.add(steps)
+            rest = {name: values[:3] for name, values in steps.items()}
+            table.extend(
+                [rest | {"once": np.full(2, i, np.int16)} for i in range(4)], prefix=first, prefix_steps=26
+            )
+        table.remove(table.indices()[0])
+        table.save(tmp_path)
+        with stand_in(), gear.Table.load(tmp_path, device=DEVICE) as loaded:
+            assert loaded.stats().blocks_in_use > 60
+            for one, other in zip(loaded.indices().tolist(), table.indices().tolist(), strict=True):
+                for name, values in table[other].items():
+                    assert torch.equal(loaded[one][name], values)
+            loaded.check_valid()
+
+
 @pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
 @pytest.mark.parametrize("seeds", amounts(range(1), range(1, 3), range(3, 12)))
 def test_random_programs_with_a_disk_below(

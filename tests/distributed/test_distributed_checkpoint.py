@@ -243,6 +243,38 @@ def test_saved_by_four_and_loaded_by_others(
         assert by_id(back) == more
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_groups_that_other_ranks_load(tmp_path: Path, size: int) -> None:
+    """Also where some of a group come to one rank, and others to another, without the first that was written."""
+    columns = {"number": gear.Column(torch.int64), "words": gear.Column(torch.int64, (None,))}
+    schema = {**columns, "text": gear.Column(str, per="group")}
+    with closing([create(rank, schema, payload="32KiB", prefixes=True) for rank in range(2)]) as tables:
+        for rank, table in enumerate(tables):
+            for group in range(3):
+                number = 100 * rank + 10 * group
+                words = [np.arange(each % 5) for each in range(number, number + 20)]
+                given = {"number": number + np.arange(20), "words": words}
+                first = table.add({**given, "text": f"prompt {number} " * 9})
+                rest = [{"number": np.arange(2) + i, "words": words[i : i + 2]} for i in range(5)]
+                table.extend(rest, prefix=first, prefix_steps=17)
+                if group == 1:
+                    table.remove(first)
+        before = by_id(tables)
+        saved(tables, tmp_path / "two")
+    with loaded(tmp_path / "two", size) as others:
+        found = by_id(others)
+        assert {name: each["contents"] for name, each in found.items()} == {
+            name: each["contents"] for name, each in before.items()
+        }
+        used = sum(table.stats().value_resident_bytes for table in others)
+        assert used < size * 6 * (9 * 11 + 20 * 2 * 8 + 200)
+        for table in others:
+            table.add(
+                {"number": np.arange(1), "words": words[:1]}, prefix=int(table.indices()[0]), prefix_steps=9
+            )
+            table.check_valid()
+
+
 def _check_tables(tables: list[Table], before: dict[int, Any]) -> None:
     steps = [table.num_steps for table in tables]
     if len(tables) != 4:

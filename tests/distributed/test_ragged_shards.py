@@ -296,25 +296,38 @@ IMAGES, GROUP = (2, 48, 48, 3), 8
 SHARED = {
     "token": gear.Column(torch.int64),
     "images": gear.Column(torch.uint8, (None, *IMAGES[1:]), per="group"),
+    "hint": gear.Column(torch.uint8, (None,)),
 }
+HINTS = (700, 900, 30)
+"""Bytes of the hints of two steps that a group has in common, and of a third."""
 
 
-def grouped(rank: int, world: int) -> tuple[int, int, int]:
-    """Rows and groups of another node in a batch of whole groups, and the bytes of values that were requested."""
+def grouped(rank: int, world: int, folder: Path | None) -> tuple[int, int, int]:
+    """Rows and groups of another node in a batch of whole groups, and the bytes of values that were requested.
+
+    Args:
+        folder: of disk tiers, where half of the trajectories lie only.
+    """
     table = gear.Table.create(
         SHARED,
         name=f"gear-ragged-groups-{os.getppid()}-{rank}",
-        memory=gear.Memory(payload="4MiB", prefixes=True),
+        memory=gear.Memory(payload="4MiB", max_blocks=200 if folder else None, prefixes=True),
         max_steps=4000,
         max_trajectories=100,
+        **tier_at(folder and folder / str(rank)),
     )
     for number in range(10 * rank, 10 * rank + 4):
-        steps = {"token": np.full(3, number)}
+        hints = [np.full(size, number + step, np.uint8) for step, size in enumerate(HINTS)]
+        steps = {"token": np.full(3, number), "hint": hints}
         first = table.add({**steps, "images": np.full(IMAGES, number, np.uint8)})
-        table.extend([steps] * (GROUP - 1), prefix=first, prefix_steps=0)
+        steps = {name: values[2:] for name, values in steps.items()}
+        table.extend([steps] * (GROUP - 1), prefix=first, prefix_steps=2)
+    if folder:
+        table.save(folder / str(rank))
+        assert spill(table, table.indices()[::2]) > 0
     try:
         with Shards(table, timeout=60, transport="socket", node=f"node-{rank}") as shards:
-            windows = {"token": gear.Whole(), "images": None}
+            windows = {"token": gear.Whole(), "hint": gear.Whole(), "images": None}
             options = {"windows": windows, "layout": "packed", "device": "cpu", "batch_size": 4 * GROUP}
             data = gear.ReplayDataset(shards, sampler=gear.Fifo(replacement=False), **options)
             (batch,) = list(data)
@@ -322,6 +335,8 @@ def grouped(rank: int, world: int) -> tuple[int, int, int]:
             for number, each in zip(numbers.tolist(), batch["images"].tolist(), strict=True):
                 assert tuple(each.shape) == IMAGES
                 assert each.unique().tolist() == [number]
+            for at, each in enumerate(batch["hint"].tolist()):
+                assert each.tolist() == [numbers[at // 3] + at % 3] * HINTS[at % 3]
             far = batch["shard"] != rank
             (source,) = (each.source for each in data._buffers.collectors)
             shards.exchange.barrier()
@@ -331,9 +346,11 @@ def grouped(rank: int, world: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.long
-def test_values_that_rows_have_in_common_are_sent_once() -> None:
-    found = run_ranks(2, grouped)
-    assert all(count == groups * int(np.prod(IMAGES)) for _, groups, count in found)
+@pytest.mark.parametrize("tiered", [False, True])
+def test_values_that_rows_have_in_common_are_sent_once(tiered: bool, tmp_path: Path) -> None:
+    found = run_ranks(2, grouped, tmp_path if tiered else None)
+    once = int(np.prod(IMAGES)) + sum(HINTS[:2])
+    assert all(count == groups * once + rows * HINTS[2] for rows, groups, count in found)
     rows, groups, _ = (sum(part) for part in zip(*found, strict=True))
     assert rows >= 6 * groups > 0
 

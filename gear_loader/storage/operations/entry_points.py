@@ -264,8 +264,11 @@ def _give_place(p, slot, blocks):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _begin_stored(p, lengths, finals, inside, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
-    return begin_stored(view_at(p), lengths, finals, inside, pid, process_start, slots, ids)
+def _begin_stored(  # type: ignore[no-untyped-def]
+    p, lengths, finals, inside, parents, shared, copied, pid, process_start, slots, ids
+):
+    given = lengths, finals, inside, parents, shared, copied
+    return begin_stored(view_at(p), *given, pid, process_start, slots, ids)
 
 
 @compiled

@@ -22,7 +22,7 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.operations.lifecycle import reclaim, release, retire
 from gear_loader.storage.operations.prefix_blocks import take_blocks
-from gear_loader.storage.operations.room import final_of, has_room, lowest, take_block, take_slot
+from gear_loader.storage.operations.room import final_of, has_room, lowest, take_slot
 from gear_loader.storage.operations.view import (
     ALL,
     DONE,
@@ -148,12 +148,24 @@ def give_place(v: Any, slot: Any, blocks: Any) -> None:
 
 @inlined
 def begin_stored(
-    v: Any, lengths: Any, finals: Any, inside: Any, pid: Any, process_start: Any, slots: Any, ids: Any
+    v: Any,
+    lengths: Any,
+    finals: Any,
+    inside: Any,
+    parents: Any,
+    shared: Any,
+    copied: Any,
+    pid: Any,
+    process_start: Any,
+    slots: Any,
+    ids: Any,
 ) -> Any:
     """`begin` of trajectories of which some are on disk and get no blocks.
 
     Args:
-        inside: bool [n], whether each one gets blocks. The others as for `begin`.
+        inside: bool [n], whether each one gets blocks.
+        parents, shared: int64 [n]; blocks number `copied` to `shared` - 1 are those of an earlier one of the n, which
+            is inside. The others as for `begin`; ids: int32 [new blocks], output.
 
     Returns:
         DONE, or SHORT, having done nothing, if the table has too little space.
@@ -163,7 +175,7 @@ def begin_stored(
     for i in range(len(lengths)):
         steps += lengths[i]
         if inside[i]:
-            blocks += blocks_of(v, lengths[i] + final_of(finals, i))
+            blocks += blocks_of(v, lengths[i] + final_of(finals, i)) - max(shared[i] - copied, 0)
     if has_room(v, len(lengths), blocks, steps) != DONE:
         return SHORT
     begin_change(v)
@@ -173,9 +185,12 @@ def begin_stored(
         if inside[i]:
             start = half * v.half_size + counters[HEAD + half]
             blocks = blocks_of(v, lengths[i] + final_of(finals, i))
-            for j in range(blocks):
-                ids[taken] = take_block(v, start + j)
-                taken += 1
+            first = np.int64(0)
+            if shared[i] > 0:
+                require(0 <= parents[i] < i and inside[parents[i]] and shared[i] <= blocks)
+                first = np.int64(v.extent[slots[parents[i]], 1])
+                require(shared[i] <= slot_blocks(v, slots[parents[i]]))
+            taken += take_blocks(v, start, blocks, first, copied, shared[i], ids[taken:])
             counters[HEAD + half] += blocks
             fence()
         slots[i] = take_slot(v, lengths[i], final_of(finals, i), start, pid, process_start, 0)
