@@ -52,7 +52,8 @@ EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(23, 29)  # of padded batches
 RANDOM, BETA, MEMORY, BYTES = range(29, 33)  # of batches that the GPU draws
 WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(23, 29)  # of packed batches
 LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(29, 36)
-WORDS = 36
+DRAWN, DRAWS = 36, 37  # of uniform rows: a graph that draws too; whether the GPU has drawn the last batch
+WORDS = 38
 LAST_ON = 3
 """Place in the `state` of `queue_drawn`, after those of the GPU's status."""
 GIVEN, DONE, WAITS = FILLED, RELEASED, NAMES
@@ -102,13 +103,14 @@ def _look(words: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _launch(words: Any, ended: Any, state: Any, copy: Any, update: Any, joined: Any) -> Any:
-    """Queue the graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
+def _launch(words: Any, graph: Any, ended: Any, state: Any, copy: Any, update: Any, joined: Any) -> Any:
+    """Queue a graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
 
     Args:
+        graph: of the batch.
         ended, state, copy, update, joined: see `queue_drawn`; 0: there is none.
     """
-    stream, graph, code = words[STREAM], words[GRAPH], 0
+    stream, code = words[STREAM], 0
     waits = ended != 0 and update[WAITS] != 0
     if words[RELEASED] != 0:
         code = call(words[_WAIT], stream, words[RELEASED], 0, 0)
@@ -224,9 +226,11 @@ def _plan(words: Any, rows: Any, extent: Any, ids: Any, block_steps: Any, num_bl
 
 @functools.partial(compiled, nogil=False)
 def queue_uniform(  # type: ignore[no-untyped-def]
-    index, members, items, block_steps, num_blocks, steps, anchor, first, stride, seed, numbers, epoch
+    index, members, items, block_steps, num_blocks, steps, anchor, first, stride, seed, numbers, epoch, held
 ):
     """Draw batches with as many rows each as `uniform_rows` does, look the rows up, and queue their gathers.
+
+    Or tell the GPU what to draw, which then does the same.
 
     Args:
         index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`.
@@ -235,6 +239,9 @@ def queue_uniform(  # type: ignore[no-untyped-def]
         block_steps, num_blocks: as for `resolve`.
         steps, anchor, seed, epoch: as for `uniform_rows`. numbers: int64 [k], `step` of each batch.
         first, stride: as for `uniform_batch`.
+        held: int64 [3], what the GPU draws from: its address there, its trajectories, its items; see
+            `gear_loader.kernels.uniform`. If the address is 0, it does not; else all batches have a graph that draws,
+            as has the graph of all.
 
     Returns:
         0, BUSY, REFUSED, IN_STEPS, or the number of invalid windows. Only if it is 0 or REFUSED anything is queued.
@@ -249,6 +256,12 @@ def queue_uniform(  # type: ignore[no-untyped-def]
             return looked
     for i in range(count):
         words = _words(members[1 + i])
+        words[DRAWS] = held[0] != 0
+        if words[DRAWS] != 0:
+            random = carray(pointer(words[RANDOM]), (6,), np.int64)
+            random[0], random[1], random[2] = seed, numbers[i], epoch
+            random[3], random[4], random[5] = held[0], held[1], held[2]
+            continue
         rows = (
             _names(words) if words[CAPACITY] == words[COUNT] else np.empty((3, words[COUNT]), dtype=np.int64)
         )
@@ -262,7 +275,8 @@ def queue_uniform(  # type: ignore[no-untyped-def]
     for i in range(count):
         if code == 0:
             words = _words(members[1 + i])
-            code = _launch(words, 0, words, 0, words, 0)
+            graph = words[GRAPH] if held[0] == 0 else words[DRAWN]
+            code = _launch(words, graph, 0, words, 0, words, 0)
     return code
 
 
@@ -290,7 +304,7 @@ def queue_prioritized(  # type: ignore[no-untyped-def]
         count = words[COUNT]
         carray(pointer(words[WEIGHTS]), (count,), np.float32)[:] = drawn[4].view(np.float32)[:count]
     bad = _look_up(index, words, drawn, block_steps, num_blocks)
-    return bad if bad != 0 else _launch(words, 0, words, 0, words, 0)
+    return bad if bad != 0 else _launch(words, words[GRAPH], 0, words, 0, words, 0)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -329,7 +343,7 @@ def queue_drawn(  # type: ignore[no-untyped-def]
     random = carray(pointer(words[RANDOM]), (3,), np.int64)
     random[0], random[1], random[2] = leaf_key, step, anchor_key
     carray(pointer(words[BETA]), (1,), np.float32)[0] = beta
-    return _launch(words, ended, state, copy, update, joined)
+    return _launch(words, words[GRAPH], ended, state, copy, update, joined)
 
 
 @functools.partial(compiled, nogil=False)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from gear_loader.storage import queue_loops as loops
-from gear_loader.storage.selected_rows import Reach
+from gear_loader.storage.selected_rows import Reach, UniformPlaces
 from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.captures import RelaxedMode
-from gear_loader.utils.launch_graph import LaunchGraph, join
+from gear_loader.utils.launch_graph import LaunchGraph, build, join
 
 _MOST_JOINED = 8
 """Graphs of a batch and an update, for each set of buffers."""
@@ -115,17 +115,58 @@ class QueuedPadded(QueuedBatch):
     """A padded batch.
 
     Args:
-        rows: int64 [6, B], ids: int32 [B, K], as a GPU's buffers have them. reach: of the windows. The others: as for
-            `QueuedBatch`.
+        rows: int64 [6, B], ids: int32 [B, K], as a GPU's buffers have them. reach: of the windows. places: where the
+            GPU puts uniform rows if it draws them; None if it does not. The others: as for `QueuedBatch`.
+
+    Attributes:
+        places: as given. drawn: a graph that also draws, see `draws_by`.
     """
 
-    __slots__ = ()
+    __slots__ = ("_drawn_by", "drawn", "places")
 
-    def __init__(self, rows: Array, ids: Array, reach: Reach, **options: Any) -> None:
+    def __init__(
+        self, rows: Array, ids: Array, reach: Reach, *, places: UniformPlaces | None = None, **options: Any
+    ) -> None:
         super().__init__(names=rows, **options)
+        self.places, self.drawn, self._drawn_by = places, self.graph, 0
         self._tell(loops.EXTENT, rows[3:])
         self._tell(loops.IDS, ids)
+        if places is not None:
+            self._tell(loops.RANDOM, places.random.numpy())
         self.words[[loops.WIDTH, loops.FIRST, loops.LAST, loops.ONCE]] = ids.shape[1], *reach
+
+    def draws_by(self, number: int, launch: Callable[[UniformPlaces], object]) -> bool:
+        """Whether there is a graph that draws uniform rows; it is made if there is none.
+
+        Args:
+            number: not 0, tells one way to draw from another. launch: launches the draw.
+        """
+        places = self.places
+        if places is None:
+            return False
+        if self._drawn_by == number:
+            return True
+
+        def queue() -> None:
+            launch(places)
+            places.gather()
+
+        with RelaxedMode():
+            graph = build(queue)
+        if graph is None:
+            self.places = None
+            return False
+        self.drawn, self.words[loops.DRAWN], self._drawn_by = graph, graph.handle, number
+        return True
+
+    @property
+    def was_drawn(self) -> bool:
+        """Whether the GPU has drawn the rows of the batch that was queued last."""
+        return bool(self.words[loops.DRAWS])
+
+    @was_drawn.setter
+    def was_drawn(self, value: bool) -> None:
+        self.words[loops.DRAWS] = value
 
 
 class QueuedSeveral:
@@ -135,20 +176,34 @@ class QueuedSeveral:
         batches: at least one, with as many rows each, on one stream. joins: whether to make such a graph.
 
     Attributes:
-        batches: as given. count: rows of each. members: int64 [1 + k], for the loop.
+        batches: as given. count: rows of each. members: int64 [1 + k], for the loop. drawn: the same, if the GPU draws.
     """
 
-    __slots__ = ("_graph", "batches", "count", "members")
+    __slots__ = ("_drawn_by", "_graphs", "_joins", "batches", "count", "drawn", "members")
 
     def __init__(self, batches: Sequence[QueuedPadded], *, joins: bool) -> None:
-        self.batches, self.count = tuple(batches), batches[0].count
-        self._graph: LaunchGraph | None = None
-        if joins:
+        self.batches, self.count, self._joins = tuple(batches), batches[0].count, joins
+        self._graphs: list[LaunchGraph | None] = [None, None]
+        self.members = self.drawn = self._joined(0)
+        self._drawn_by = 0
+
+    def _joined(self, place: int) -> Array:
+        """`members`, or `drawn` if `place` is 1."""
+        if self._joins:
             with RelaxedMode():
-                self._graph = join(*(each.graph for each in batches))
-        handle = 0 if self._graph is None else self._graph.handle
-        places = (each.words.ctypes.data for each in batches)
-        self.members: Array = np.array([handle, *places], dtype=np.int64)
+                self._graphs[place] = join(*(each.drawn if place else each.graph for each in self.batches))
+        graph = self._graphs[place]
+        places = (each.words.ctypes.data for each in self.batches)
+        made: Array = np.array([0 if graph is None else graph.handle, *places], dtype=np.int64)
+        return made
+
+    def draws_by(self, number: int, launch: Callable[[UniformPlaces], object]) -> bool:
+        """See `QueuedPadded.draws_by`."""
+        if self._drawn_by != number or self.batches[0].places is None:
+            if not all(each.draws_by(number, launch) for each in self.batches):
+                return False
+            self.drawn, self._drawn_by = self._joined(1), number
+        return True
 
     def wait(self) -> None:
         """Wait until the GPU has read what was written for the last batches."""
