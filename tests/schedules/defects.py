@@ -24,9 +24,10 @@ from gear_loader.collection.packed import PackedBuffers
 from gear_loader.collection.packed_cuda import PackedCuda, PackedDeviceBuffers
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
-from gear_loader.selection import cuda_leaves, prioritized_cuda
+from gear_loader.selection import cuda_leaves, prioritized_cuda, uniform_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.selection.snapshot_selection import SnapshotSelection
+from gear_loader.selection.uniform_cuda import CudaUniform
 from gear_loader.storage import queue_loops, queued
 from gear_loader.storage.reader import TableReader
 from gear_loader.utils import launch_graph
@@ -346,7 +347,28 @@ def _one_graph_of_several(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BatchesAhead, "_several", first)
 
 
+def _drawn_from_before(patch: pytest.MonkeyPatch) -> None:
+    """What the GPU draws from is copied once."""
+    held = CudaUniform.held
+
+    def first(self: Any, items: Any, *given: Any) -> Any:
+        kept = vars(self).setdefault("first", items)
+        return held(self, kept, *given)
+
+    patch.setattr(CudaUniform, "held", first)
+
+
 DEFECTS: dict[str, Defect] = {
+    "uniform rows are drawn from what was there before a change": Defect(
+        _drawn_from_before, Scenario.drawn
+    ),
+    "uniform rows are drawn before what is drawn from has been copied": Defect(
+        lambda patch: patch.setattr(uniform_cuda, "on_stream", lambda *_: contextlib.nullcontext()),
+        Scenario.drawn,
+    ),
+    "one call writes the words of a uniform draw while the GPU still reads them": Defect(
+        lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.drawn
+    ),
     "batches that were queued ahead are delivered although the table has changed": Defect(
         lambda patch: patch.setattr(
             SnapshotSelection, "standing", property(lambda self: self._items and self._items[1])
