@@ -76,30 +76,56 @@ def _words(address: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def _relax(words: Any) -> Any:
+    """Let other threads capture graphs while events are asked for, see `gear_loader.utils.captures`; for `_restore`."""
+    words[MODE] = RELAXED  # of which the driver reads, and writes, the lower half
+    return call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _restore(words: Any, relaxed: Any) -> None:
+    """End what `_relax` has begun."""
+    if relaxed == 0:
+        call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def _query(words: Any, event: Any, asked: Any) -> Any:
     """Ask for an event, and if it has happened for so many of earlier batches, until one has not; what the driver has
-    returned last, and how many of them have. Other threads may capture graphs, see `gear_loader.utils.captures`."""
-    words[MODE] = RELAXED  # of which the driver reads, and writes, the lower half
-    exchanged = call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
+    returned last, and how many of them have."""
     code, read = call(words[_QUERY], event, 0, 0, 0), -1
     while code == 0:
         read += 1
         if read == asked:
             break
         code = call(words[_QUERY], words[EARLIER + read], 0, 0, 0)
-    if exchanged == 0:
-        call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
     return code, read
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _look(words: Any) -> Any:
-    """Whether the GPU has read the memory of the batch: 0, BUSY, or IN_STEPS if it has failed. READ is then how many
-    earlier batches it has read."""
+def _look_each(words: Any, others: Any) -> Any:
+    """Whether the GPU has read the memory of the batch, and of others: 0, BUSY, or IN_STEPS if it has failed. READ is
+    then how many earlier batches it has read.
+
+    Args:
+        others: int64 [n], addresses of their words.
+    """
+    relaxed = _relax(words)
     code, words[READ] = _query(words, words[FILLED], words[ASKED])
+    for other in others:
+        if words[READ] >= 0 and (code == 0 or code == _NOT_READY):
+            code, read = _query(words, _words(other)[FILLED], 0)
+            words[READ] = words[READ] if read == 0 else -1
+    _restore(words, relaxed)
     if code != 0 and code != _NOT_READY:
         return IN_STEPS
     return BUSY if words[READ] < 0 else 0
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _look(words: Any) -> Any:
+    """`_look_each` of one batch."""
+    return _look_each(words, words[:0])
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -139,18 +165,18 @@ def _launch(words: Any, graph: Any, ended: Any, state: Any, copy: Any, update: A
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _launch_joined(members: Any, count: Any) -> Any:
-    """`_launch` of a graph of several batches. Arguments as of `queue_uniform`."""
-    own, code = _words(members[1]), 0
-    for i in range(count):
-        released = _words(members[1 + i])[RELEASED]
+def _launch_joined(members: Any, graph: Any) -> Any:
+    """`_launch` of a graph of several batches, int64 [n], addresses of their words."""
+    own, code = _words(members[0]), 0
+    for member in members:
+        released = _words(member)[RELEASED]
         if code == 0 and released != 0:
             code = call(own[_WAIT], own[STREAM], released, 0, 0)
     if code == 0:
-        code = call(own[_LAUNCH], members[0], own[STREAM], 0, 0)
-    for i in range(count):
+        code = call(own[_LAUNCH], graph, own[STREAM], 0, 0)
+    for member in members:
         if code == 0:
-            code = call(own[_RECORD], _words(members[1 + i])[FILLED], own[STREAM], 0, 0)
+            code = call(own[_RECORD], _words(member)[FILLED], own[STREAM], 0, 0)
     own[CODE] = code
     return 0 if code == 0 else REFUSED
 
@@ -234,26 +260,23 @@ def queue_uniform(  # type: ignore[no-untyped-def]
 
     Args:
         index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`.
-        members: int64 [1 + k], a graph of all batches, or 0; then the addresses of the words of a `QueuedBatch` each.
+        members: int64 [1 + k + g], batches that one launch queues; addresses of the words of a `QueuedBatch` each; the
+            graphs of launches that queue several.
         items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
         block_steps, num_blocks: as for `resolve`.
         steps, anchor, seed, epoch: as for `uniform_rows`. numbers: int64 [k], `step` of each batch.
         first, stride: as for `uniform_batch`.
         held: int64 [3], what the GPU draws from: its address there, its trajectories, its items; see
             `gear_loader.kernels.uniform`. If the address is 0, it does not; else all batches have a graph that draws,
-            as has the graph of all.
+            and those of several draw too.
 
     Returns:
         0, BUSY, REFUSED, IN_STEPS, or the number of invalid windows. Only if it is 0 or REFUSED anything is queued.
     """
     count = len(numbers)
-    for i in range(count):
-        words = _words(members[1 + i])
-        if i > 0:
-            words[ASKED] = 0  # the first one asks for all
-        looked = _look(words)
-        if looked != 0:
-            return looked
+    looked = _look_each(_words(members[1]), members[2 : 1 + count])
+    if looked != 0:
+        return looked
     for i in range(count):
         words = _words(members[1 + i])
         words[DRAWS] = held[0] != 0
@@ -269,11 +292,12 @@ def queue_uniform(  # type: ignore[no-untyped-def]
         bad = _look_up(index, words, rows, block_steps, num_blocks)
         if bad != 0:
             return bad
-    if members[0] != 0:
-        return _launch_joined(members, count)
-    code = 0
-    for i in range(count):
-        if code == 0:
+    code, together = 0, members[0]
+    for i in range(0, count, together):
+        if code == 0 and together > 1:
+            end = 1 + min(i + together, count)
+            code = _launch_joined(members[1 + i : end], members[1 + count + i // together])
+        elif code == 0:
             words = _words(members[1 + i])
             graph = words[GRAPH] if held[0] == 0 else words[DRAWN]
             code = _launch(words, graph, 0, words, 0, words, 0)
@@ -313,7 +337,10 @@ def _reported(words: Any, ended: Any, status: Any, state: Any) -> Any:
     driver is not asked."""
     if np.all(carray(pointer(status), (LAST_ON,), np.int64) == state[:LAST_ON]):
         return False
-    return _query(words, ended, 0)[0] == 0
+    relaxed = _relax(words)
+    code = _query(words, ended, 0)[0]
+    _restore(words, relaxed)
+    return code == 0
 
 
 @functools.partial(compiled, nogil=False)

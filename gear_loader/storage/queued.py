@@ -28,7 +28,7 @@ class _Queued:
         graph: the graph, which is kept. stream: handle of the one that it is launched on.
 
     Attributes:
-        graph, stream: as given. words: int64, for the loops. members: int64 [2], for the one that takes several.
+        graph, stream: as given. words: int64, for the loops. members: int64 [2], for those that take several.
     """
 
     __slots__ = ("graph", "members", "stream", "words")
@@ -38,7 +38,7 @@ class _Queued:
         memory: Array = np.zeros(loops.WORDS + 2, dtype=np.int64)
         self.words = memory[: loops.WORDS]
         self.members = memory[loops.WORDS :]
-        self.members[1] = self.words.ctypes.data
+        self.members[0], self.members[1] = 1, self.words.ctypes.data
         self.words[[loops.SELF, loops.STREAM, loops.GRAPH]] = self.words.ctypes.data, stream, graph.handle
         for name, place in loops.FUNCTIONS.items():
             self.words[place] = driver.address_of(name)
@@ -170,39 +170,43 @@ class QueuedPadded(QueuedBatch):
 
 
 class QueuedSeveral:
-    """Padded batches of uniform rows that one compiled call queues, by one launch if a graph can be made of theirs.
+    """Padded batches of uniform rows that one compiled call queues, several by one launch if a graph can be made of
+    theirs.
 
     Args:
-        batches: at least one, with as many rows each, on one stream. joins: whether to make such a graph.
+        batches: at least one, with as many rows each, on one stream. together: of how many to make such a graph.
 
     Attributes:
-        batches: as given. count: rows of each. members: int64 [1 + k], for the loop. drawn: the same, if the GPU draws.
+        batches: as given. count: rows of each. members: for the loop. drawn: the same, if the GPU draws.
     """
 
-    __slots__ = ("_drawn_by", "_graphs", "_joins", "batches", "count", "drawn", "members")
+    __slots__ = ("_drawn_by", "_graphs", "_together", "batches", "count", "drawn", "members")
 
-    def __init__(self, batches: Sequence[QueuedPadded], *, joins: bool) -> None:
-        self.batches, self.count, self._joins = tuple(batches), batches[0].count, joins
-        self._graphs: list[LaunchGraph | None] = [None, None]
-        self.members = self.drawn = self._joined(0)
+    def __init__(self, batches: Sequence[QueuedPadded], *, together: int) -> None:
+        self.batches, self.count, self._together = tuple(batches), batches[0].count, together
+        self._graphs: dict[bool, list[LaunchGraph]] = {}
+        self.members = self.drawn = self._joined(drawn=False)
         self._drawn_by = 0
 
-    def _joined(self, place: int) -> Array:
-        """`members`, or `drawn` if `place` is 1."""
-        if self._joins:
+    def _joined(self, *, drawn: bool) -> Array:
+        """`members`, or `drawn`."""
+        parts = [each.drawn if drawn else each.graph for each in self.batches]
+        places, together = [each.words.ctypes.data for each in self.batches], self._together
+        graphs: list[LaunchGraph | None] = []
+        if together > 1:
             with RelaxedMode():
-                self._graphs[place] = join(*(each.drawn if place else each.graph for each in self.batches))
-        graph = self._graphs[place]
-        places = (each.words.ctypes.data for each in self.batches)
-        made: Array = np.array([0 if graph is None else graph.handle, *places], dtype=np.int64)
-        return made
+                graphs = [join(*parts[i : i + together]) for i in range(0, len(parts), together)]
+        made = self._graphs[drawn] = [each for each in graphs if each is not None]
+        if len(made) < len(graphs) or not made:
+            return np.array([1, *places], dtype=np.int64)
+        return np.array([together, *places, *(each.handle for each in made)], dtype=np.int64)
 
     def draws_by(self, number: int, launch: Callable[[UniformPlaces], object]) -> bool:
         """See `QueuedPadded.draws_by`."""
         if self._drawn_by != number or self.batches[0].places is None:
             if not all(each.draws_by(number, launch) for each in self.batches):
                 return False
-            self.drawn, self._drawn_by = self._joined(1), number
+            self.drawn, self._drawn_by = self._joined(drawn=True), number
         return True
 
     def wait(self) -> None:

@@ -341,7 +341,8 @@ def _one_graph_of_several(patch: pytest.MonkeyPatch) -> None:
         if made is None:
             return None
         old = kept.setdefault(id(made.batches[0]), made)
-        made.members[0] = old.members[0]
+        graphs = slice(1 + len(made.batches), None)
+        made.members[graphs], made.drawn[graphs] = old.members[graphs], old.drawn[graphs]
         return made
 
     patch.setattr(BatchesAhead, "_several", first)
