@@ -128,8 +128,7 @@ class SnapshotSelection(Selection):
             return False
         places, counter, since, samples = found
         held = self._on_gpu.held(places, batch, len(draws) * batch.count)
-        drawn = held[0] != 0 and isinstance(batch, QueuedSeveral)
-        members = batch.drawn if drawn else batch.members
+        members = batch.drawn if isinstance(batch, QueuedSeveral) and held[0] != 0 else batch.members
         *kinds, seed, _, epoch = self._drawing(draws[0])
         numbers: Array = np.array([each.step for each in draws], dtype=np.int64)
         given = (

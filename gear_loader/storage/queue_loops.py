@@ -53,11 +53,13 @@ RANDOM, BETA, MEMORY, BYTES = range(29, 33)  # of batches that the GPU draws
 WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(23, 29)  # of packed batches
 LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(29, 36)
 DRAWN, DRAWS = 36, 37  # of uniform rows: a graph that draws too; whether the GPU has drawn the last batch
-WORDS = 38
-LAST_ON = 3
-"""Place in the `state` of `queue_drawn`, after those of the GPU's status."""
-GIVEN, DONE, WAITS = FILLED, RELEASED, NAMES
-"""Of an update: its two events, and whether its tensors are copied, and it is not launched yet."""
+OWN, NUMBER = 38, 39  # whether to ask for the batch's own event too; of the launch that drew the last batch
+WORDS = 40
+LAST_ON, BEHIND, NOTED, LAUNCHES, COMPLETE, STATE = range(3, 9)
+"""Places in the `state` of `queue_drawn`, after those of the GPU's status."""
+GIVEN, DONE, WAITS, LAUNCHED, UNRECORDED = FILLED, RELEASED, NAMES, CAPACITY, COUNT
+"""Of an update: its two events; whether its tensors are copied, and it is not launched yet; number of the launch, and
+whether `DONE` is not recorded after it."""
 
 BUSY, REFUSED, IN_STEPS = -1, -2, -3
 """Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses;
@@ -110,10 +112,22 @@ def _look_each(words: Any, others: Any) -> Any:
     Args:
         others: int64 [n], addresses of their words.
     """
+    own, asked, code = words[OWN] != 0, words[ASKED], 0
+    words[READ] = 0
+    if not own and asked == 0:
+        return 0
     relaxed = _relax(words)
-    code, words[READ] = _query(words, words[FILLED], words[ASKED])
+    if own:
+        code, words[READ] = _query(words, words[FILLED], asked)
+    else:
+        code, read = _query(words, words[EARLIER], 0)
+        while read == 0:
+            words[READ] += 1
+            if words[READ] == asked:
+                break
+            code, read = _query(words, words[EARLIER + words[READ]], 0)
     for other in others:
-        if words[READ] >= 0 and (code == 0 or code == _NOT_READY):
+        if own and words[READ] >= 0 and (code == 0 or code == _NOT_READY):
             code, read = _query(words, _words(other)[FILLED], 0)
             words[READ] = words[READ] if read == 0 else -1
     _restore(words, relaxed)
@@ -129,6 +143,24 @@ def _look(words: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def _record_ended(words: Any, ended: Any, state: Any) -> Any:
+    """Record `ended`, unless it is recorded after all work on the priorities; what the driver returns."""
+    if state[BEHIND] == 0:
+        return 0
+    state[BEHIND] = 0
+    return call(words[_RECORD], ended, state[LAST_ON], 0, 0)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _wait_ended(words: Any, stream: Any, ended: Any, state: Any) -> Any:
+    """Let a stream wait for earlier work on the priorities if that was on another one; what the driver returns."""
+    if state[LAST_ON] == stream:
+        return 0
+    code = _record_ended(words, ended, state)
+    return call(words[_WAIT], stream, ended, 0, 0) if code == 0 else code
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def _launch(words: Any, graph: Any, ended: Any, state: Any, copy: Any, update: Any, joined: Any) -> Any:
     """Queue a graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
 
@@ -140,8 +172,8 @@ def _launch(words: Any, graph: Any, ended: Any, state: Any, copy: Any, update: A
     waits = ended != 0 and update[WAITS] != 0
     if words[RELEASED] != 0:
         code = call(words[_WAIT], stream, words[RELEASED], 0, 0)
-    if code == 0 and ended != 0 and state[LAST_ON] != stream:
-        code = call(words[_WAIT], stream, ended, 0, 0)
+    if code == 0 and ended != 0:
+        code = _wait_ended(words, stream, ended, state)
     if code == 0 and waits:
         code = call(words[_WAIT], stream, update[GIVEN], 0, 0)
     if waits and joined != 0:
@@ -150,16 +182,16 @@ def _launch(words: Any, graph: Any, ended: Any, state: Any, copy: Any, update: A
         code = call(words[_LAUNCH], update[GRAPH], stream, 0, 0)
     if code == 0:
         code = call(words[_LAUNCH], graph, stream, 0, 0)
-    if code == 0 and waits:
-        update[WAITS] = 0
-        code = call(words[_RECORD], update[DONE], stream, 0, 0)
+    if code == 0 and ended != 0:
+        state[LAST_ON], state[BEHIND] = stream, 1
+        state[LAUNCHES] += 1
+        words[NUMBER] = state[LAUNCHES]
+        if waits:
+            update[WAITS], update[UNRECORDED], update[LAUNCHED] = 0, 1, state[LAUNCHES]
     if code == 0 and copy != 0:
         code = call(words[_COPY], copy, words[MEMORY], words[BYTES], stream)
     if code == 0:
         code = call(words[_RECORD], words[FILLED], stream, 0, 0)
-    if code == 0 and ended != 0:
-        code = call(words[_RECORD], ended, stream, 0, 0)
-        state[LAST_ON] = stream
     words[CODE] = code
     return 0 if code == 0 else REFUSED
 
@@ -337,6 +369,10 @@ def _reported(words: Any, ended: Any, status: Any, state: Any) -> Any:
     driver is not asked."""
     if np.all(carray(pointer(status), (LAST_ON,), np.int64) == state[:LAST_ON]):
         return False
+    if state[NOTED] == 0:  # else the event is on its way, and to record it anew would put it off
+        state[NOTED] = 1
+        if _record_ended(words, ended, state) != 0:
+            return True
     relaxed = _relax(words)
     code = _query(words, ended, 0)[0]
     _restore(words, relaxed)
@@ -351,9 +387,11 @@ def queue_drawn(  # type: ignore[no-untyped-def]
 
     Args:
         index: as for `queue_uniform`. words: of a `QueuedBatch` whose graph draws.
-        ended: event that is recorded after all work on the priorities. status: address of pinned int64, which that
-            writes. state: int64 [4], what they are without an error; then the stream on which `ended` was recorded, if
-            a loop has recorded it there, else 0: later work on the same stream need not wait.
+        ended: event that is recorded after all work on the priorities when somebody asks for it. status: address of
+            pinned int64, which that work writes. state: int64 [STATE], what they are without an error; then the stream
+            of the last work, if a loop has queued it, else 0: later work there need not wait; whether `ended` is not
+            recorded after that; whether it has been asked for since an error was seen; number of the last launch;
+            number of one that the GPU is through with.
         leaf_key, step, anchor_key, beta: what the draw reads. copy: address on the GPU that gets a copy of the rows; 0:
             none does.
         update: words of a `QueuedUpdate` on the same stream; if it waits, it is launched before the draw.
@@ -365,6 +403,7 @@ def queue_drawn(  # type: ignore[no-untyped-def]
     looked = _look(words)
     if looked != 0:
         return looked
+    state[COMPLETE] = max(state[COMPLETE], words[NUMBER])
     if _reported(words, ended, status, state):
         return IN_STEPS
     random = carray(pointer(words[RANDOM]), (3,), np.int64)
@@ -388,7 +427,13 @@ def copy_update(words, consumer, copies, ended, status, state):  # type: ignore[
     call(words[_CAPTURING], consumer, words[SELF] + 8 * MODE, 0, 0)  # an error is left to the next call
     if words[MODE] != 0 or _reported(words, ended, status, state):
         return IN_STEPS
-    code = call(words[_WAIT], consumer, words[DONE], 0, 0)
+    code = 0
+    if words[LAUNCHED] > state[COMPLETE]:  # else the GPU has read the last tensors in the same memory
+        if words[UNRECORDED] != 0:
+            code = call(words[_RECORD], words[DONE], words[STREAM], 0, 0)
+            words[UNRECORDED] = 0
+        if code == 0:
+            code = call(words[_WAIT], consumer, words[DONE], 0, 0)
     for i in range(len(copies)):
         if code == 0:
             code = call(words[_COPY], copies[i, 0], copies[i, 1], copies[i, 2], consumer)
@@ -409,15 +454,13 @@ def launch_update(words, ended, state):  # type: ignore[no-untyped-def]
         return 0
     stream = words[STREAM]
     code = call(words[_WAIT], stream, words[GIVEN], 0, 0)
-    if code == 0 and state[LAST_ON] != stream:
-        code = call(words[_WAIT], stream, ended, 0, 0)
+    if code == 0:
+        code = _wait_ended(words, stream, ended, state)
     if code == 0:
         code = call(words[_LAUNCH], words[GRAPH], stream, 0, 0)
     if code == 0:
-        words[WAITS] = 0
-        code = call(words[_RECORD], words[DONE], stream, 0, 0)
-    if code == 0:
-        code = call(words[_RECORD], ended, stream, 0, 0)
-        state[LAST_ON] = stream
+        state[LAST_ON], state[BEHIND] = stream, 1
+        state[LAUNCHES] += 1
+        words[WAITS], words[UNRECORDED], words[LAUNCHED] = 0, 1, state[LAUNCHES]
     words[CODE] = code
     return 0 if code == 0 else REFUSED

@@ -18,6 +18,9 @@ from gear_loader.utils.launch_graph import LaunchGraph, build, join
 _MOST_JOINED = 8
 """Graphs of a batch and an update, for each set of buffers."""
 
+_UNKNOWN = 1 << 62
+"""Number of a launch of which nobody hears when it is complete."""
+
 __all__ = ["QueuedBatch", "QueuedDraw", "QueuedPacked", "QueuedPadded", "QueuedSeveral", "QueuedUpdate"]
 
 
@@ -99,9 +102,13 @@ class QueuedBatch(_Queued):
         with RelaxedMode():
             self._wait()
 
-    def ask(self, events: Sequence[int]) -> None:
-        """Let the call ask for these events of earlier batches, at most `MOST_ASKED`; see `num_read`."""
-        self.words[loops.ASKED] = len(events)
+    def ask(self, events: Sequence[int], *, own: bool) -> None:
+        """Let the call ask for these events of earlier batches, at most `MOST_ASKED`; see `num_read`.
+
+        Args:
+            own: whether the GPU may still read what was written for the last batch.
+        """
+        self.words[loops.ASKED], self.words[loops.OWN] = len(events), own
         for place, event in enumerate(events, loops.EARLIER):
             self.words[place] = event
 
@@ -214,9 +221,9 @@ class QueuedSeveral:
         for each in self.batches:
             each.wait()
 
-    def ask(self, events: Sequence[int]) -> None:
+    def ask(self, events: Sequence[int], *, own: bool) -> None:
         """As `QueuedBatch.ask`."""
-        self.batches[0].ask(events)
+        self.batches[0].ask(events, own=own)
 
     @property
     def num_read(self) -> int:
@@ -321,9 +328,20 @@ class QueuedUpdate(_Queued):
 
     def __init__(self, graph: LaunchGraph, stream: int, *, given: int, done: int) -> None:
         super().__init__(graph, stream)
-        self.words[[loops.GIVEN, loops.DONE]] = given, done
+        self.words[[loops.GIVEN, loops.DONE, loops.LAUNCHED]] = given, done, _UNKNOWN
 
     @property
     def waits(self) -> bool:
         """Whether its tensors are copied, and it is not launched yet."""
         return bool(self.words[loops.WAITS])
+
+    def record(self) -> None:
+        """Record the event after the update, unless it is."""
+        words = self.words
+        if words[loops.UNRECORDED]:
+            driver.library().cuEventRecord(int(words[loops.DONE]), self.stream)
+            words[loops.UNRECORDED] = 0
+
+    def was_done(self) -> None:
+        """Tell that the event has been recorded after other work that uses the tensors."""
+        self.words[[loops.UNRECORDED, loops.LAUNCHED]] = 0, _UNKNOWN

@@ -359,7 +359,27 @@ def _drawn_from_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaUniform, "held", first)
 
 
+def _complete_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The GPU counts as being through with every update that is launched."""
+    begin = cuda_leaves.CudaLeaves.__init__
+
+    def optimistic(self: Any, *given: Any) -> None:
+        begin(self, *given)
+        self._state[queue_loops.COMPLETE] = 1 << 61
+
+    patch.setattr(cuda_leaves.CudaLeaves, "__init__", optimistic)
+
+
 DEFECTS: dict[str, Defect] = {
+    "an update's tensors are copied over those that the last one in that memory still reads": Defect(
+        # Of fewer batches ahead the consumer has waited for one that was drawn after that update.
+        _complete_at_once,
+        lambda seed: dataclasses.replace(Scenario.queued_draws(seed), prefetch=9, batches=64, writes=0),
+    ),
+    "other streams do not wait for draws and updates of compiled calls": Defect(
+        lambda patch: patch.setattr(cuda_leaves.CudaLeaves, "_ended", lambda self: self._last),
+        Scenario.queued_draws,
+    ),
     "uniform rows are drawn from what was there before a change": Defect(
         _drawn_from_before, Scenario.drawn
     ),
