@@ -309,6 +309,7 @@ def _queueing() -> None:
     index = rows, short, n
     for loop, *kinds in (
         (queue_loops.queue_uniform, rows, row, rows, n, n, flag, n, n, n, n, row, n, row),
+        (queue_loops.list_drawn, rows, rows, row),
         (queue_loops.queue_prioritized, rows, row, rows, *[n] * 8, *[real] * 3, rows),
         (queue_loops.queue_drawn, rows, row, n, n, row, n, n, n, real, n, row, n),
         (queue_loops.copy_update, row, n, rows, n, n, row),

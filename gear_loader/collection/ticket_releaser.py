@@ -120,7 +120,8 @@ class TicketReleaser:
                 own.append(entry)
             else:
                 others.append(entry)
-                kept = kept or any(each in buffers for each in entry.kept)
+                if entry.kept and not kept:
+                    kept = any(each in buffers for each in entry.kept)
         return own, others, kept or bool(own)
 
     def end(self, entries: list[Reading]) -> None:

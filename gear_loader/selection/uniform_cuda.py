@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_loader.kernels.uniform_reference import ARRAYS, HEADER
 from gear_loader.selection.base import SelectionContext
 from gear_loader.storage.inline import Places
+from gear_loader.storage.queue_loops import list_drawn
 from gear_loader.storage.queued import QueuedBatch, QueuedPadded, QueuedSeveral
 from gear_loader.storage.selected_rows import UniformPlaces
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.captures import beside_captures
-from gear_loader.utils.packing import upload
 from gear_loader.utils.streams import on_stream
 
 LEAST_ROWS = 128
@@ -23,8 +24,8 @@ LEAST_ROWS = 128
 of host memory, one after another."""
 STANDING = 8
 """Batches that the host draws after a change, before what is drawn from is copied to the GPU."""
-ROWS_PER_ITEM = 16
-"""And a row for each so many trajectories, or the copy would cost more than draws by the host have cost by then."""
+ROWS_EACH = 4
+"""And trajectories for which it has drawn a row: a copy of one takes 2 to 10 ns, so it costs about what these draws did."""
 
 _numbers = itertools.count(1)
 _BY_HOST: Array = np.zeros(3, dtype=np.int64)
@@ -60,7 +61,7 @@ class CudaUniform:
         first = batch if isinstance(batch, QueuedPadded) else batch.batches[0]
         if self._held is _BY_HOST or self._stream != first.stream:
             self._rows += rows
-            least = max(STANDING * batch.count, len(items.arrays[0]) // ROWS_PER_ITEM)
+            least = max(STANDING * batch.count, len(items.arrays[0]) // ROWS_EACH)
             if self._rows <= least or first.places is None:
                 return _BY_HOST
             self._copy(items, first.places)
@@ -71,21 +72,16 @@ class CudaUniform:
 
         What changes meanwhile is no part of a batch: its read ticket is taken only if nothing has changed.
         """
-        from gear_loader.kernels.uniform_reference import drawn_from
-
-        extent, block_ids = self._context.table._engine.reader().index_arrays()
-        slots, counts, generations, sums = items.arrays
-        lengths = extent[slots]
-        sums = sums - (sums[0] - counts[0])
-        arrays = slots, generations, lengths[:, 0], lengths[:, 2], counts, sums
-        made = drawn_from(extent.ctypes.data, block_ids.ctypes.data, arrays)
+        size, sums = len(items.arrays[0]), items.arrays[3]
+        device, stream, count = places.rows.device, places.stream, HEADER + ARRAYS * size
         self._held = _BY_HOST  # until the copy is queued
-        device, stream = places.rows.device, places.stream
         with outside_inference(), beside_captures(device), on_stream(device, stream):
-            (self._memory,) = upload(device, made)
-        total = int(sums[-1]) if self._by_step else len(slots)
+            pinned = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+            list_drawn(self._context.table._engine.reader().places.table, items.table, pinned.numpy())
+            self._memory = pinned.to(device, non_blocking=True)
+        total = int(sums[-1] - sums[0] + items.arrays[1][0]) if self._by_step else size
         self._stream = stream.cuda_stream
-        self._held = np.array([self._memory.data_ptr(), len(slots), total], dtype=np.int64)
+        self._held = np.array([self._memory.data_ptr(), size, total], dtype=np.int64)
 
 
 def _launch(context: SelectionContext, anchor: Any, places: UniformPlaces) -> None:

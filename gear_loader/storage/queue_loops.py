@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from gear_loader.kernels import packed_plan
+from gear_loader.kernels import packed_plan, uniform_reference
 from gear_loader.native.compile import compiled
 from gear_loader.native.driver_calls import call
 from gear_loader.native.gathering import resolve
-from gear_loader.native.memory import pointer
+from gear_loader.native.memory import pointer, prefetch
 from gear_loader.native.packed_lines import (
     PLANNED_BAD,
     PLANNED_PIECES,
@@ -67,6 +67,12 @@ nothing was queued, because the batch is to be made in steps, which also raise w
 _NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
 
+_AHEAD = 16
+"""Trajectories before one is listed when its extent is requested."""
+assert uniform_reference.HEADER == 2
+assert (uniform_reference.SLOTS, uniform_reference.GENERATIONS, uniform_reference.STEPS) == (0, 1, 2)
+assert (uniform_reference.FINALS, uniform_reference.COUNTS, uniform_reference.SUMS) == (3, 4, 5)
+assert (uniform_reference.ARRAYS, uniform_reference.RANDOM) == (6, 6)
 _TABLE, _PIECE = 6, 5
 assert (_TABLE, _PIECE) == (packed_plan.TABLE_WIDTH, packed_plan.PIECE_WIDTH)
 
@@ -334,6 +340,32 @@ def queue_uniform(  # type: ignore[no-untyped-def]
             graph = words[GRAPH] if held[0] == 0 else words[DRAWN]
             code = _launch(words, graph, 0, words, 0, words, 0)
     return code
+
+
+@compiled
+def list_drawn(index, items, out) -> None:  # type: ignore[no-untyped-def]
+    """List what a GPU draws uniform rows from; see `gear_loader.kernels.uniform_reference`.
+
+    Args:
+        index, items: as for `queue_uniform`. out: int64 [HEADER + ARRAYS n], output.
+    """
+    slots, counts, generations, sums = (
+        carray(pointer(items[0, 0]), (items[0, 1],), np.int64),
+        carray(pointer(items[1, 0]), (items[1, 1],), np.int64),
+        carray(pointer(items[2, 0]), (items[2, 1],), np.int64),
+        carray(pointer(items[3, 0]), (items[3, 1],), np.int64),
+    )
+    extent = carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64)
+    size, before = len(slots), sums[0] - counts[0]
+    out[0], out[1] = index[1, 0], index[2, 0]
+    arrays = out[2:].reshape((6, size))
+    for i in range(size):
+        if i + _AHEAD < size:
+            prefetch(np.uint64(index[1, 0]) + np.uint64(slots[i + _AHEAD]) * np.uint64(24))
+        slot = slots[i]
+        arrays[0, i], arrays[1, i] = slot, generations[i]
+        arrays[2, i], arrays[3, i] = extent[slot, 0], extent[slot, 2]
+        arrays[4, i], arrays[5, i] = counts[i], sums[i] - before
 
 
 @functools.partial(compiled, nogil=False)

@@ -31,15 +31,17 @@ class _Queued:
         graph: the graph, which is kept. stream: handle of the one that it is launched on.
 
     Attributes:
-        graph, stream: as given. words: int64, for the loops. members: int64 [2], for those that take several.
+        graph, stream: as given. words: int64, for the loops. view: the same, of which Python reads and writes a number in
+            half of numpy's time. members: int64 [2], for those that take several.
     """
 
-    __slots__ = ("graph", "members", "stream", "words")
+    __slots__ = ("graph", "members", "stream", "view", "words")
 
     def __init__(self, graph: LaunchGraph, stream: int) -> None:
         self.graph, self.stream = graph, stream
         memory: Array = np.zeros(loops.WORDS + 2, dtype=np.int64)
         self.words = memory[: loops.WORDS]
+        self.view = self.words.data
         self.members = memory[loops.WORDS :]
         self.members[0], self.members[1] = 1, self.words.ctypes.data
         self.words[[loops.SELF, loops.STREAM, loops.GRAPH]] = self.words.ctypes.data, stream, graph.handle
@@ -49,7 +51,7 @@ class _Queued:
     @property
     def code(self) -> int:
         """What the driver has returned last."""
-        return int(self.words[loops.CODE])
+        return self.view[loops.CODE]
 
 
 class QueuedBatch(_Queued):
@@ -95,7 +97,7 @@ class QueuedBatch(_Queued):
 
     def after(self, released: int) -> None:
         """Let the work come after an event; 0: after none."""
-        self.words[loops.RELEASED] = released
+        self.view[loops.RELEASED] = released
 
     def wait(self) -> None:
         """Wait until the GPU has read what was written for the last batch."""
@@ -108,14 +110,15 @@ class QueuedBatch(_Queued):
         Args:
             own: whether the GPU may still read what was written for the last batch.
         """
-        self.words[loops.ASKED], self.words[loops.OWN] = len(events), own
+        view = self.view
+        view[loops.ASKED], view[loops.OWN] = len(events), own
         for place, event in enumerate(events, loops.EARLIER):
-            self.words[place] = event
+            view[place] = event
 
     @property
     def num_read(self) -> int:
         """How many of them have happened, from the first on."""
-        return int(self.words[loops.READ])
+        return self.view[loops.READ]
 
 
 class QueuedPadded(QueuedBatch):
@@ -169,7 +172,7 @@ class QueuedPadded(QueuedBatch):
     @property
     def was_drawn(self) -> bool:
         """Whether the GPU has drawn the rows of the batch that was queued last."""
-        return bool(self.words[loops.DRAWS])
+        return bool(self.view[loops.DRAWS])
 
     @was_drawn.setter
     def was_drawn(self, value: bool) -> None:
@@ -333,14 +336,14 @@ class QueuedUpdate(_Queued):
     @property
     def waits(self) -> bool:
         """Whether its tensors are copied, and it is not launched yet."""
-        return bool(self.words[loops.WAITS])
+        return bool(self.view[loops.WAITS])
 
     def record(self) -> None:
         """Record the event after the update, unless it is."""
-        words = self.words
-        if words[loops.UNRECORDED]:
-            driver.library().cuEventRecord(int(words[loops.DONE]), self.stream)
-            words[loops.UNRECORDED] = 0
+        view = self.view
+        if view[loops.UNRECORDED]:
+            driver.library().cuEventRecord(view[loops.DONE], self.stream)
+            view[loops.UNRECORDED] = 0
 
     def was_done(self) -> None:
         """Tell that the event has been recorded after other work that uses the tensors."""

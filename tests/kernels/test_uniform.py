@@ -15,6 +15,8 @@ import gear_loader as gear
 from gear_loader.kernels import uniform_reference
 from gear_loader.native.gathering import resolve
 from gear_loader.native.random import FIRST, LAST, UNIFORM, uniform_rows
+from gear_loader.storage.inline import Places
+from gear_loader.storage.queue_loops import list_drawn
 from gear_loader.utils.arrays import Array
 
 uniform = pytest.importorskip("gear_loader.kernels.uniform")
@@ -79,6 +81,10 @@ def test_rows_are_those_of_the_cpu(table: gear.Table, anchor: str, count: int, l
     lengths = extent[view.slots]
     arrays = view.slots, view.generations, lengths[:, 0], lengths[:, 2], counts, np.cumsum(counts)
     memory = uniform_reference.drawn_from(extent.ctypes.data, block_ids.ctypes.data, arrays)
+    listed = np.full_like(memory, -7)
+    items = Places(view.slots.copy(), counts, view.generations.copy(), np.cumsum(counts) + 17)
+    list_drawn(reader.places.table, items.table, listed)
+    np.testing.assert_array_equal(listed, memory)
     items = int(counts.sum()) if anchor == "item" else len(counts)
     for words, reach in (
         ((3, 5, 1), (-9, 10, True)),
