@@ -58,7 +58,9 @@ def _below(b_word, high):
     return tl.minimum((b_uniform * high.to(tl.float64)).to(tl.int64), high - 1)
 
 
-@triton.jit(do_not_specialize=["count", "size", "width", "block_steps", "first", "last", "once", "lead", "stride"])
+@triton.jit(
+    do_not_specialize=["count", "size", "width", "block_steps", "first", "last", "once", "lead", "stride"]
+)
 def uniform_kernel(
     p_random,  # int64 [RANDOM]
     p_rows,  # int64 [6, size]

@@ -143,7 +143,10 @@ class PaddedDeviceBuffers(PaddedBuffers):
         return QueuedDraw(*given, weights=None, draw=draw, memory=self.memory[1], begin=begin, **options)
 
     def _uniform_places(self, stream: torch.cuda.Stream) -> UniformPlaces:
-        own, reach = weakref.ref(self), self.layout.reach  # no cycle: memory of the GPU ends with its last reference
+        own, reach = (
+            weakref.ref(self),
+            self.layout.reach,
+        )  # no cycle: memory of the GPU ends with its last reference
 
         def gather() -> None:
             buffers = own()
@@ -252,7 +255,9 @@ class PaddedCuda(CudaMover):
 
         out = mirror["rows"], mirror["blocks"], *([mirror["weights"]] if self.layout.weighs else [])
         work, reach = buffers.gpu.work, self.layout.reach
-        places = DrawPlaces(buffers.random[:3], buffers.beta, out, buffers.memory[1], reach, work, whole, queue)
+        places = DrawPlaces(
+            buffers.random[:3], buffers.beta, out, buffers.memory[1], reach, work, whole, queue
+        )
         rows.write(places, current_stream(self._device))
         if not buffers.only_launches:
             self._compute(buffers, count, [_Claimed(table, slice(count), whole=True)])

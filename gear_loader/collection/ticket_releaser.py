@@ -101,7 +101,8 @@ class TicketReleaser:
                 break
 
     def readings(self, *buffers: Buffers) -> tuple[list[Reading], list[Reading], bool]:
-        """What the GPU may still read under `buffers`, and under others, oldest first; whether that is any of `buffers`.
+        """What the GPU may still read under `buffers`, and under others, oldest first; and whether any of `buffers` is
+        among it.
 
         The first are for `end` after these buffers have been filled again: filling waits for the GPU, and from then on
         their event tells nothing of it.

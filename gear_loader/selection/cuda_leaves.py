@@ -295,8 +295,8 @@ class CudaLeaves:
 # ---------------------------------------------------------------- updates
 
 _SLOTS = 6
-"""Updates of a kind whose tensors are kept at a time. The consumer's stream waits for the last but five, unless the host
-knows that the GPU is through with it, as it does with up to three batches drawn ahead."""
+"""Updates of a kind whose tensors are kept at a time. The consumer's stream waits for the last but five, unless the
+host knows that the GPU is through with it, as it does with up to three batches drawn ahead."""
 _KINDS = 8
 """Numbers of rows, the last ones, for which slots are kept."""
 _NAMES = ("index", "priority", "generation", "anchor")

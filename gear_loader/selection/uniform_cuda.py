@@ -25,7 +25,8 @@ of host memory, one after another."""
 STANDING = 8
 """Batches that the host draws after a change, before what is drawn from is copied to the GPU."""
 ROWS_EACH = 4
-"""And trajectories for which it has drawn a row: a copy of one takes 2 to 10 ns, so it costs about what these draws did."""
+"""And trajectories for which it has drawn a row each: a copy of one takes 2 to 10 ns, so it costs what these draws did,
+or less."""
 
 _numbers = itertools.count(1)
 _BY_HOST: Array = np.zeros(3, dtype=np.int64)
@@ -43,7 +44,7 @@ class CudaUniform:
         self._launch = functools.partial(_launch, context, "item" if steps else context.anchor)
         self._by_step = steps
         self._seen: Places | None = None
-        self._rows = 0  # that the host has drawn since the last change
+        self._rows = 0  # that the host has drawn since the last change, or copy for another stream
         self._held, self._stream = _BY_HOST, 0
         self._memory: torch.Tensor | None = None
 
@@ -74,7 +75,7 @@ class CudaUniform:
         """
         size, sums = len(items.arrays[0]), items.arrays[3]
         device, stream, count = places.rows.device, places.stream, HEADER + ARRAYS * size
-        self._held = _BY_HOST  # until the copy is queued
+        self._held, self._rows = _BY_HOST, 0  # until the copy is queued
         with outside_inference(), beside_captures(device), on_stream(device, stream):
             pinned = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
             list_drawn(self._context.table._engine.reader().places.table, items.table, pinned.numpy())

@@ -31,8 +31,8 @@ class _Queued:
         graph: the graph, which is kept. stream: handle of the one that it is launched on.
 
     Attributes:
-        graph, stream: as given. words: int64, for the loops. view: the same, of which Python reads and writes a number in
-            half of numpy's time. members: int64 [2], for those that take several.
+        graph, stream: as given. words: int64, for the loops. view: the same, in which Python reads and writes a number
+            in half of numpy's time. members: int64 [2], for those that take several.
     """
 
     __slots__ = ("graph", "members", "stream", "view", "words")

@@ -71,7 +71,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("anchor", "count", "lead", "stride"), mostly_long(CASES, *CASES[:3], CASES[-1]))
-def test_rows_are_those_of_the_cpu(table: gear.Table, anchor: str, count: int, lead: int, stride: int) -> None:
+def test_rows_are_those_of_the_cpu(
+    table: gear.Table, anchor: str, count: int, lead: int, stride: int
+) -> None:
     reader = table._engine.reader()
     view = reader.snapshot()
     extent, block_ids = reader.index_arrays()
@@ -117,7 +119,9 @@ def test_bad_arguments_are_refused() -> None:
     rows, ids = torch.zeros((6, 4), dtype=torch.int64), torch.zeros((4, 2), dtype=torch.int32)
     random = torch.zeros(6, dtype=torch.int64)
     options: Any = {"anchor": "first", "block_steps": 8, "first": 0, "last": 0}
-    with pytest.raises(TypeError, match=r"random is torch.int64 \[5\]; expected contiguous torch.int64 \[6\]"):
+    with pytest.raises(
+        TypeError, match=r"random is torch.int64 \[5\]; expected contiguous torch.int64 \[6\]"
+    ):
         uniform.draw(random[:5], rows, ids, **options)
     with pytest.raises(TypeError, match=r"rows is torch.int64 \[6, 3\]"):
         uniform.draw(random, rows[:, :3].contiguous(), ids, **options)

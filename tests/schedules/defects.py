@@ -380,9 +380,7 @@ DEFECTS: dict[str, Defect] = {
         lambda patch: patch.setattr(cuda_leaves.CudaLeaves, "_ended", lambda self: self._last),
         Scenario.queued_draws,
     ),
-    "uniform rows are drawn from what was there before a change": Defect(
-        _drawn_from_before, Scenario.drawn
-    ),
+    "uniform rows are drawn from what was there before a change": Defect(_drawn_from_before, Scenario.drawn),
     "uniform rows are drawn before what is drawn from has been copied": Defect(
         lambda patch: patch.setattr(uniform_cuda, "on_stream", lambda *_: contextlib.nullcontext()),
         Scenario.drawn,

@@ -695,7 +695,9 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, name, _Kernel(cuda, name, getattr(module, name)))
         for name in names:
             patch.setattr(module, name, getattr(launchers, name))
-    patch.setattr(uniform_kernels, "uniform_kernel", _Kernel(cuda, "uniform_kernel", uniform_kernels.uniform_kernel))
+    patch.setattr(
+        uniform_kernels, "uniform_kernel", _Kernel(cuda, "uniform_kernel", uniform_kernels.uniform_kernel)
+    )
     patch.setattr(uniform_kernels, "draw", launchers.draw_uniform)
     patch.setattr(
         neighbors, "neighbors_kernel", _Kernel(cuda, "neighbors_kernel", neighbors.neighbors_kernel)
