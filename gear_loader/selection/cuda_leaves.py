@@ -340,7 +340,8 @@ class UpdateSlot:
         Does not wait for the GPU.
         """
         if self._queued is not None:
-            self._queued.record()
+            with on_device(self.items.device):
+                self._queued.record()
         consumer.wait_event(self.done)
         for user in (consumer, stream):
             if user.cuda_stream not in self._streams:  # else the allocator does not know of it

@@ -62,7 +62,7 @@ def drawn_by_the_host(
 
 CASES = [
     ("uniform", 37, 0, 1),
-    ("item", 100, 0, 1),
+    ("item", 40, 0, 1),
     ("item", 31, 2, 3),
     ("uniform", 32, 1, 2),
     ("first", 5, 0, 1),
@@ -70,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("anchor", "count", "lead", "stride"), mostly_long(CASES, *CASES[:3], CASES[-1]))
+@pytest.mark.parametrize(("anchor", "count", "lead", "stride"), mostly_long(CASES, *CASES[:2], *CASES[4:]))
 def test_rows_are_those_of_the_cpu(
     table: gear.Table, anchor: str, count: int, lead: int, stride: int
 ) -> None:
