@@ -308,7 +308,8 @@ def _queueing() -> None:
     row, rows, short, shorts = n[::1], n[:, ::1], types.int32[::1], types.int32[:, ::1]
     index = rows, short, n
     for loop, *kinds in (
-        (queue_loops.queue_uniform, rows, row, rows, n, n, flag, n, n, n, n, row, n),
+        (queue_loops.queue_uniform, rows, row, rows, n, n, flag, n, n, n, n, row, n, row),
+        (queue_loops.list_drawn, rows, rows, row),
         (queue_loops.queue_prioritized, rows, row, rows, *[n] * 8, *[real] * 3, rows),
         (queue_loops.queue_drawn, rows, row, n, n, row, n, n, n, real, n, row, n),
         (queue_loops.copy_update, row, n, rows, n, n, row),

@@ -205,6 +205,36 @@ def locate(
 # ---------------------------------------------------------------- resolve
 
 
+@triton.jit
+def store_rows(
+    p_rows, p_ids, p_blocks, o_ids, i_row, m_row, m_item, i_slot, b_anchor, b_generation, steps, final, size, width,
+    block_steps, first, last, once,
+):  # fmt: skip
+    """Store what the gather needs of rows: what `resolve` fills.
+
+    Args:
+        o_ids: places of the rows' block tables among those at `p_blocks`. m_item: which rows are no padding.
+    """
+    # Of a column without final steps, a window after the last step shows that step.
+    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps - 1) // block_steps
+    high = tl.minimum(tl.maximum(b_anchor + last, 0), steps + final - 1) // block_steps
+    # A row without an item has no steps and becomes padding.
+    tl.store(p_rows + i_row, tl.where(m_item, i_slot, -1), mask=m_row)
+    tl.store(p_rows + size + i_row, tl.where(m_item, b_anchor, 0), mask=m_row)
+    tl.store(p_rows + 2 * size + i_row, b_generation, mask=m_row)
+    o_own = i_row.to(tl.int64) * width
+    tl.store(p_rows + 3 * size + 3 * i_row, steps, mask=m_row)
+    tl.store(p_rows + 3 * size + 3 * i_row + 1, tl.where(m_item, o_own - low, o_own), mask=m_row)
+    tl.store(p_rows + 3 * size + 3 * i_row + 2, final, mask=m_row)
+    for k in range(width):
+        m_block = m_item & (low + k <= high)
+        b_block = tl.load(p_blocks + o_ids + low + k, mask=m_block, other=0)
+        tl.store(p_ids + o_own + k, b_block, mask=m_row)
+    if once:
+        b_block = tl.load(p_blocks + o_ids, mask=m_item, other=0)
+        tl.store(p_ids + o_own + width - 1, b_block, mask=m_row)
+
+
 @triton.jit(
     do_not_specialize=[
         *("count", "size", "width", "block_steps", "first", "last"),
@@ -264,24 +294,10 @@ def resolve_kernel(
         else:
             b_anchor = anchors - 1
         b_anchor += anchor_first
-    # Of a column without final steps, a window after the last step shows that step.
-    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps - 1) // block_steps
-    high = tl.minimum(tl.maximum(b_anchor + last, 0), steps + final - 1) // block_steps
-    # A row without an item has no steps and becomes padding.
-    tl.store(p_rows + i_row, tl.where(m_item, i_slot, -1), mask=m_row)
-    tl.store(p_rows + size + i_row, tl.where(m_item, b_anchor, 0), mask=m_row)
-    tl.store(p_rows + 2 * size + i_row, b_generation, mask=m_row)
-    o_own = i_row.to(tl.int64) * width
-    tl.store(p_rows + 3 * size + 3 * i_row, steps, mask=m_row)
-    tl.store(p_rows + 3 * size + 3 * i_row + 1, tl.where(m_item, o_own - low, o_own), mask=m_row)
-    tl.store(p_rows + 3 * size + 3 * i_row + 2, final, mask=m_row)
-    for k in range(width):
-        m_block = m_item & (low + k <= high)
-        b_block = tl.load(p_blocks + o_ids + low + k, mask=m_block, other=0)
-        tl.store(p_ids + o_own + k, b_block, mask=m_row)
-    if once:
-        b_block = tl.load(p_blocks + o_ids, mask=m_item, other=0)
-        tl.store(p_ids + o_own + width - 1, b_block, mask=m_row)
+    store_rows(
+        p_rows, p_ids, p_blocks, o_ids, i_row, m_row, m_item, i_slot, b_anchor, b_generation, steps, final, size,
+        width, block_steps, first, last, once,
+    )  # fmt: skip
 
 
 def resolve(

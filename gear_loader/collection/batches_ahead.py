@@ -30,8 +30,8 @@ STANDING = 8
 MOST_BYTES = 1 << 24
 """Largest batch: `FEW` - 1 more of them lie in the GPU's memory."""
 MANY_BYTES = 1 << 22
-"""Largest batch of which `MANY` are queued; also the most bytes of one launch, which is over, for all of its batches,
-when the last one is there."""
+"""Largest batch of which `MANY` are queued; also the most bytes of a launch of several, which is over, for all of its
+batches, when the last one is there."""
 _END = object()
 _MOST_KEPT = 16
 """Graphs of several batches that are kept."""
@@ -191,5 +191,6 @@ class BatchesAhead:
         if found is None:
             if len(self._kept) == _MOST_KEPT:
                 self._kept.clear()
-            found = self._kept[key] = QueuedSeveral(batches, joins=len(batches) * self._size <= MANY_BYTES)
+            together = max(1, min(len(batches), MANY_BYTES // self._size))
+            found = self._kept[key] = QueuedSeveral(batches, together=together)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ from gear_loader.collection.tier_rows import TierRows
 from gear_loader.collection.windows import ROW_KEYS
 from gear_loader.kernels.launching import copy
 from gear_loader.kernels.plan import MASK, OUT
+from gear_loader.kernels.uniform_reference import RANDOM
 from gear_loader.storage.queued import QueuedBatch, QueuedDraw, QueuedPadded
-from gear_loader.storage.selected_rows import CudaRows, DrawPlaces
+from gear_loader.storage.selected_rows import CudaRows, DrawPlaces, UniformPlaces
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
 from gear_loader.utils.launch_graph import LaunchGraph
@@ -57,9 +59,9 @@ class PaddedDeviceBuffers(PaddedBuffers):
         places  int64 [2 B]: row of the batch, of rows in staging memory; a row may be there twice
 
     Attributes:
-        host, mirror: views of both. memory: both. random: pinned int64 [3], key, counter and anchor key of a draw on
-            the GPU; beta: pinned float32 [1], the exponent of its weights.
-        is_drawn_here: whether the GPU has drawn the rows.
+        host, mirror: views of both. memory: both. random: pinned int64 [6], key, counter and anchor key of a draw by
+            priority on the GPU, or the words of a uniform one; beta: pinned float32 [1], the exponent of its weights.
+        is_drawn_here: whether the GPU has drawn the rows by priority.
         records: memory of gathered records. claims: what the host has prepared, and not launched. used, placed: entries
             of the extents and of `places` that the running batch has used.
     """
@@ -88,7 +90,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
         )
         self.values = RowValues.of(names, self.host)
         self.batch.update(shown_values(layout.keys, shown, self.mirror))
-        self.random = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.random = torch.empty(RANDOM, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.beta = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=pinned)
         self.gpu = GpuSide()
         self.records: Records = {}
@@ -96,14 +98,17 @@ class PaddedDeviceBuffers(PaddedBuffers):
         self.claims: list[_Claimed] = []
         self.used = self.placed = 0
         self.is_drawn_here = False
-        self._queued: QueuedBatch | None = None
+        self._queued: QueuedPadded | None = None
 
     def begin(self) -> None:
         """Forget the last batch."""
         self.claims, self.used, self.placed, self.is_drawn_here = [], 0, 0, False
 
     def names_on_host(self, count: int) -> tuple[Array, ...] | None:
-        return None if self.is_drawn_here else super().names_on_host(count)
+        self.mover.asks_names = True
+        queued = self._queued
+        drawn = self.is_drawn_here or (queued is not None and queued.was_drawn)
+        return None if drawn else super().names_on_host(count)
 
     def queued(self, stream: torch.cuda.Stream) -> QueuedBatch | None:
         gpu, layout = self.gpu, self.layout
@@ -117,21 +122,39 @@ class PaddedDeviceBuffers(PaddedBuffers):
         queued = self._queued
         if queued is None or queued.graph is not graph:
             self._queued = queued = self._made_queued(graph, key, stream)
+        if self.mover.asks_names:
+            queued.places = None
         queued.after(gpu.released.cuda_event)
         self.begin()
         self.is_drawn_here = key != _ROWS
         return queued
 
-    def _made_queued(self, graph: LaunchGraph, key: Hashable, stream: torch.cuda.Stream) -> QueuedBatch:
+    def _made_queued(self, graph: LaunchGraph, key: Hashable, stream: torch.cuda.Stream) -> QueuedPadded:
         host, weighs, filled = self.host, self.layout.weighs, self.gpu.filled
         given = host["rows"].numpy(), host["blocks"].numpy(), self.layout.reach
         options: dict[str, Any] = {"key": key, "count": self.layout.batch_size, "wait": filled.synchronize}
         options |= {"graph": graph, "stream": stream.cuda_stream, "filled": filled.cuda_event}
         if key == _ROWS:
-            return QueuedPadded(*given, weights=host["weights"].numpy() if weighs else None, **options)
+            places = None if weighs or self.mover.reads_several else self._uniform_places(stream)
+            weights = host["weights"].numpy() if weighs else None
+            return QueuedPadded(*given, weights=weights, places=places, **options)
         begin = self.mirror["weights"].data_ptr() - self.memory[1].data_ptr() if weighs else None
         draw = self.random.numpy(), self.beta.numpy()
         return QueuedDraw(*given, weights=None, draw=draw, memory=self.memory[1], begin=begin, **options)
+
+    def _uniform_places(self, stream: torch.cuda.Stream) -> UniformPlaces:
+        own, reach = (
+            weakref.ref(self),
+            self.layout.reach,
+        )  # no cycle: memory of the GPU ends with its last reference
+
+        def gather() -> None:
+            buffers = own()
+            assert buffers is not None
+            buffers.mover.gather_drawn(buffers)
+            buffers.references = None  # the graph refers to the batch's memory
+
+        return UniformPlaces(self.random, self.mirror["rows"], self.mirror["blocks"], reach, stream, gather)
 
     def plans_of(self, table: Table) -> list[tuple[Plans, torch.Tensor | None]]:
         """The plans that gather the windows of a table; packing and blocks of tables may differ.
@@ -180,6 +203,7 @@ class PaddedCuda(CudaMover):
         self._own = tables[0] if len(tables) == 1 else None
         self._tables: dict[int, TierRows] = {}
         self._once_extents: dict[int, torch.Tensor] = {}
+        self.asks_names = False  # whether the host wants to know which rows are drawn
         # Copied, which waits: if computed on the device, another stream could read it too early.
         with outside_inference():
             self._numbers = torch.arange(layout.batch_size, device="cpu").to(self._device)
@@ -202,9 +226,23 @@ class PaddedCuda(CudaMover):
         else:
             super().fill(buffers, table, rows)
 
+    @property
+    def reads_several(self) -> bool:
+        """Whether it reads several tables."""
+        return self._own is None
+
     def begin(self, buffers: PaddedDeviceBuffers, rows: Any) -> None:
         buffers.begin()
+        if buffers._queued is not None:
+            buffers._queued.was_drawn = False
         current_stream(self._device).wait_event(buffers.gpu.released)
+
+    def gather_drawn(self, buffers: PaddedDeviceBuffers) -> None:
+        """Queue the gather of a whole batch of the only table, whose rows the GPU has drawn and looked up."""
+        assert self._own is not None
+        count = self.layout.batch_size
+        self._launch(buffers, _Claimed(self._own, slice(count), whole=True))
+        buffers.compute(count)
 
     def _draw(self, buffers: PaddedDeviceBuffers, table: Table, rows: CudaRows) -> None:
         """Let the GPU draw the rows, then gather them."""
@@ -217,7 +255,9 @@ class PaddedCuda(CudaMover):
 
         out = mirror["rows"], mirror["blocks"], *([mirror["weights"]] if self.layout.weighs else [])
         work, reach = buffers.gpu.work, self.layout.reach
-        places = DrawPlaces(buffers.random, buffers.beta, out, buffers.memory[1], reach, work, whole, queue)
+        places = DrawPlaces(
+            buffers.random[:3], buffers.beta, out, buffers.memory[1], reach, work, whole, queue
+        )
         rows.write(places, current_stream(self._device))
         if not buffers.only_launches:
             self._compute(buffers, count, [_Claimed(table, slice(count), whole=True)])

@@ -413,8 +413,8 @@ class Prefetcher:
         with region.using() as device_memory, on_device(self.collector.device):
             if device_memory is not None:  # which has work of its own to come after
                 return 0
-            reading, earlier = releaser.readings(buffers)
-            batch.ask([each.event for each in earlier[:MOST_ASKED]])
+            reading, earlier, own = releaser.readings(buffers)
+            batch.ask([each.event for each in earlier[:MOST_ASKED]], own=own)
             if not queue(buffers, item, batch):
                 return 0
             buffers.was_queued()
@@ -429,8 +429,8 @@ class Prefetcher:
         if releaser is None or region.device_memory is not None:
             return False
         with region.using(), on_device(self.collector.device):
-            reading, earlier = releaser.readings(*members)
-            batches.ask([each.event for each in earlier[:MOST_ASKED]])
+            reading, earlier, own = releaser.readings(*members)
+            batches.ask([each.event for each in earlier[:MOST_ASKED]], own=own)
             if not fills.queue_several(members, items, batches):
                 return False
             releaser.end(reading + earlier[: batches.num_read])

@@ -100,8 +100,9 @@ class TicketReleaser:
             if not self._release(entry, wait=False):
                 break
 
-    def readings(self, *buffers: Buffers) -> tuple[list[Reading], list[Reading]]:
-        """What the GPU may still read under `buffers`, and under others, oldest first.
+    def readings(self, *buffers: Buffers) -> tuple[list[Reading], list[Reading], bool]:
+        """What the GPU may still read under `buffers`, and under others, oldest first; and whether any of `buffers` is
+        among it.
 
         The first are for `end` after these buffers have been filled again: filling waits for the GPU, and from then on
         their event tells nothing of it.
@@ -114,10 +115,15 @@ class TicketReleaser:
                 f"cuda:{self._device} failed while it gathered an earlier batch: {self._failure} Its read tickets and "
                 "buffers stay reserved until this process ends. Start the process again."
             ) from self._failure
-        own, others = list[Reading](), list[Reading]()
+        own, others, kept = list[Reading](), list[Reading](), False
         for entry in tuple(self._entries):
-            (own if entry.buffers in buffers else others).append(entry)
-        return own, others
+            if entry.buffers in buffers:
+                own.append(entry)
+            else:
+                others.append(entry)
+                if entry.kept and not kept:
+                    kept = any(each in buffers for each in entry.kept)
+        return own, others, kept or bool(own)
 
     def end(self, entries: list[Reading]) -> None:
         """Release the tickets of what the GPU has read meanwhile."""

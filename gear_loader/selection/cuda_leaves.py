@@ -27,9 +27,10 @@ from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.weights import SHARE, may_leave_range, out_of_range
 from gear_loader.storage import queue_loops
-from gear_loader.storage.queue_loops import LAST_ON
+from gear_loader.storage.queue_loops import BEHIND, LAST_ON, NOTED, STATE
 from gear_loader.storage.queued import QueuedUpdate
 from gear_loader.storage.snapshot import Snapshot
+from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.launch_graph import RepeatedWork
 from gear_loader.utils.packing import upload
@@ -89,8 +90,9 @@ class CudaLeaves:
         )
         self.status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self.cuda)
         self.out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self.cuda)
-        self._state: Array = np.array([NOWHERE, 0, 0, 0], dtype=np.int64)  # see `reports`
-        self._last: Any = torch.cuda.Event() if self.cuda else None  # recorded after all queued work
+        self._state: Array = np.array([NOWHERE, *[0] * (STATE - 1)], dtype=np.int64)  # see `reports`
+        # Recorded after all queued work, for whoever asks; see `_ended`.
+        self._last: Any = torch.cuda.Event() if self.cuda else None
         self._streams: set[int] = set()  # streams that have used the tensors
         self.update: QueuedUpdate | None = None
         self.leave()  # other streams wait until the tensors are initialised
@@ -103,7 +105,7 @@ class CudaLeaves:
             return
         self.launch_update()
         stream = current_stream(self.device)
-        stream.wait_event(self._last)
+        stream.wait_event(self._ended())
         if stream.cuda_stream not in self._streams:
             # The allocator must not reuse this memory before the stream's work has finished.
             self._streams.add(stream.cuda_stream)
@@ -121,8 +123,16 @@ class CudaLeaves:
         if not told:
             self.tell()
         if self.cuda:
-            self._state[LAST_ON] = 0
+            self._state[[LAST_ON, BEHIND]] = 0
             self._last.record(current_stream(self.device))
+
+    def _ended(self) -> Any:
+        """The event after all work, recorded now if compiled calls have queued some since it was."""
+        if self._state[BEHIND]:
+            with on_device(self.device):
+                driver.library().cuEventRecord(self._last.cuda_event, int(self._state[LAST_ON]))
+            self._state[BEHIND] = 0
+        return self._last
 
     def launch_update(self) -> None:
         """Launch the update that was put off, if it still waits. The caller holds the mutex.
@@ -156,16 +166,21 @@ class CudaLeaves:
         Args:
             wait: wait for all queued work first.
         """
-        if self.cuda:
-            if wait:
-                self.launch_update()
-                self._last.synchronize()
-            elif not self._last.query():
-                return
+        if self.cuda and wait:
+            self.launch_update()
+            self._ended().synchronize()
         bad, empty, missing, _ = self.status.tolist()
         cut = bool(self.out_of_range)
         if bad == NOWHERE and not empty and not missing and not cut:
             return
+        if self.cuda and not wait:
+            ended = self._last if self._state[NOTED] else self._ended()
+            self._state[NOTED] = 1
+            if not ended.query():
+                return
+            bad, empty, missing, _ = self.status.tolist()
+            cut = bool(self.out_of_range)
+        self._state[NOTED] = 0
         self.enter()
         self.cut.zero_()
         self.wide.status[BAD_POSITION] = NOWHERE
@@ -279,8 +294,9 @@ class CudaLeaves:
 
 # ---------------------------------------------------------------- updates
 
-_SLOTS = 4
-"""Updates of a kind whose tensors are kept at a time: the consumer's stream waits for the last but three."""
+_SLOTS = 6
+"""Updates of a kind whose tensors are kept at a time. The consumer's stream waits for the last but five, unless the
+host knows that the GPU is through with it, as it does with up to three batches drawn ahead."""
 _KINDS = 8
 """Numbers of rows, the last ones, for which slots are kept."""
 _NAMES = ("index", "priority", "generation", "anchor")
@@ -323,6 +339,9 @@ class UpdateSlot:
 
         Does not wait for the GPU.
         """
+        if self._queued is not None:
+            with on_device(self.items.device):
+                self._queued.record()
         consumer.wait_event(self.done)
         for user in (consumer, stream):
             if user.cuda_stream not in self._streams:  # else the allocator does not know of it
@@ -333,6 +352,12 @@ class UpdateSlot:
         self.copy(parts)
         self.given.record(consumer)
 
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Record `done` after the launches on `stream`."""
+        self.done.record(stream)
+        if self._queued is not None:
+            self._queued.was_done()
+
     def queued(self, consumer: torch.cuda.Stream, stream: torch.cuda.Stream) -> QueuedUpdate | None:
         """What one compiled call queues on `stream`, with tensors of `consumer`; None if it cannot, or not yet."""
         graph, handle = self.work.graph, stream.cuda_stream
@@ -340,6 +365,8 @@ class UpdateSlot:
             return None
         if self._queued is None or self._queued.graph is not graph or self._queued.stream != handle:
             events = {"given": self.given.cuda_event, "done": self.done.cuda_event}
+            if self._queued is not None:
+                self._queued.record()
             self._queued = QueuedUpdate(graph, handle, **events)
         return self._queued
 

@@ -352,7 +352,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             self._leaves.enter()
             self.priorities.keep_up()
             slot.work.run("update", queue, stream)
-            slot.done.record(stream)
+            slot.record(stream)
             self._leaves.leave(told=True)
 
     def _launch_update(self, items: torch.Tensor, parts: Parts) -> None:

@@ -12,6 +12,7 @@ from gear_loader.native.random import uniform_rows
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.random import signed
 from gear_loader.selection.samplers import REPLACED, Draw, SnapshotSampler, Uniform, anchors
+from gear_loader.selection.uniform_cuda import CudaUniform
 from gear_loader.storage.counters import VERSION
 from gear_loader.storage.inline import InlineBatch, Places, uniform_batch, uniform_packed
 from gear_loader.storage.queue_loops import queue_uniform
@@ -78,6 +79,7 @@ class SnapshotSelection(Selection):
             and not context.counts
             and context.grouping is None
         )
+        self._on_gpu = CudaUniform(context, steps=self._by_step)
         # For `fill`: a snapshot, and what is drawn from it.
         self._items: tuple[Snapshot, Places] | None = None
 
@@ -125,6 +127,8 @@ class SnapshotSelection(Selection):
         if found is None:
             return False
         places, counter, since, samples = found
+        held = self._on_gpu.held(places, batch, len(draws) * batch.count)
+        members = batch.drawn if isinstance(batch, QueuedSeveral) and held[0] != 0 else batch.members
         *kinds, seed, _, epoch = self._drawing(draws[0])
         numbers: Array = np.array([each.step for each in draws], dtype=np.int64)
         given = (
@@ -135,11 +139,10 @@ class SnapshotSelection(Selection):
             seed,
             numbers,
             epoch,
+            held,
         )
         several = len(draws) * samples
-        return reader.queue_inline(
-            queue_uniform, batch, batch.members, counter, since, several, ticket, *given
-        )
+        return reader.queue_inline(queue_uniform, batch, members, counter, since, several, ticket, *given)
 
     def _inline(self, draw: Draw, count: int) -> tuple[Places, int, int, int] | None:
         """What a compiled call draws from, as `TableReader.draw_inline` takes it; None if it cannot."""

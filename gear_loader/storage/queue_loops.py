@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from gear_loader.kernels import packed_plan
+from gear_loader.kernels import packed_plan, uniform_reference
 from gear_loader.native.compile import compiled
 from gear_loader.native.driver_calls import call
 from gear_loader.native.gathering import resolve
-from gear_loader.native.memory import pointer
+from gear_loader.native.memory import pointer, prefetch
 from gear_loader.native.packed_lines import (
     PLANNED_BAD,
     PLANNED_PIECES,
@@ -52,11 +52,14 @@ EXTENT, IDS, WIDTH, FIRST, LAST, ONCE = range(23, 29)  # of padded batches
 RANDOM, BETA, MEMORY, BYTES = range(29, 33)  # of batches that the GPU draws
 WINDOW, COLUMNS, NUM_COLUMNS, STARTS, PIECES, NUM_PIECES = range(23, 29)  # of packed batches
 LISTS, NUM_WORDS, SPANS, PLANNED, HEADER, ADJOIN, MOST_STEPS = range(29, 36)
-WORDS = 36
-LAST_ON = 3
-"""Place in the `state` of `queue_drawn`, after those of the GPU's status."""
-GIVEN, DONE, WAITS = FILLED, RELEASED, NAMES
-"""Of an update: its two events, and whether its tensors are copied, and it is not launched yet."""
+DRAWN, DRAWS = 36, 37  # of uniform rows: a graph that draws too; whether the GPU has drawn the last batch
+OWN, NUMBER = 38, 39  # whether to ask for the batch's own event too; of the launch that drew the last batch
+WORDS = 40
+LAST_ON, BEHIND, NOTED, LAUNCHES, COMPLETE, STATE = range(3, 9)
+"""Places in the `state` of `queue_drawn`, after those of the GPU's status."""
+GIVEN, DONE, WAITS, LAUNCHED, UNRECORDED = FILLED, RELEASED, NAMES, CAPACITY, COUNT
+"""Of an update: its two events; whether its tensors are copied, and it is not launched yet; number of the launch, and
+whether `DONE` is not recorded after it."""
 
 BUSY, REFUSED, IN_STEPS = -1, -2, -3
 """Results of the loops: the GPU still reads the memory that they write, and nothing was done; the driver refuses;
@@ -64,6 +67,12 @@ nothing was queued, because the batch is to be made in steps, which also raise w
 _NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
 
+_AHEAD = 16
+"""Trajectories before one is listed when its extent is requested."""
+assert uniform_reference.HEADER == 2
+assert (uniform_reference.SLOTS, uniform_reference.GENERATIONS, uniform_reference.STEPS) == (0, 1, 2)
+assert (uniform_reference.FINALS, uniform_reference.COUNTS, uniform_reference.SUMS) == (3, 4, 5)
+assert (uniform_reference.ARRAYS, uniform_reference.RANDOM) == (6, 6)
 _TABLE, _PIECE = 6, 5
 assert (_TABLE, _PIECE) == (packed_plan.TABLE_WIDTH, packed_plan.PIECE_WIDTH)
 
@@ -75,45 +84,102 @@ def _words(address: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def _relax(words: Any) -> Any:
+    """Let other threads capture graphs while events are asked for, see `gear_loader.utils.captures`; for `_restore`."""
+    words[MODE] = RELAXED  # of which the driver reads, and writes, the lower half
+    return call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _restore(words: Any, relaxed: Any) -> None:
+    """End what `_relax` has begun."""
+    if relaxed == 0:
+        call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def _query(words: Any, event: Any, asked: Any) -> Any:
     """Ask for an event, and if it has happened for so many of earlier batches, until one has not; what the driver has
-    returned last, and how many of them have. Other threads may capture graphs, see `gear_loader.utils.captures`."""
-    words[MODE] = RELAXED  # of which the driver reads, and writes, the lower half
-    exchanged = call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
+    returned last, and how many of them have."""
     code, read = call(words[_QUERY], event, 0, 0, 0), -1
     while code == 0:
         read += 1
         if read == asked:
             break
         code = call(words[_QUERY], words[EARLIER + read], 0, 0, 0)
-    if exchanged == 0:
-        call(words[_EXCHANGE], words[SELF] + 8 * MODE, 0, 0, 0)
     return code, read
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _look(words: Any) -> Any:
-    """Whether the GPU has read the memory of the batch: 0, BUSY, or IN_STEPS if it has failed. READ is then how many
-    earlier batches it has read."""
-    code, words[READ] = _query(words, words[FILLED], words[ASKED])
+def _look_each(words: Any, others: Any) -> Any:
+    """Whether the GPU has read the memory of the batch, and of others: 0, BUSY, or IN_STEPS if it has failed. READ is
+    then how many earlier batches it has read.
+
+    Args:
+        others: int64 [n], addresses of their words.
+    """
+    own, asked, code = words[OWN] != 0, words[ASKED], 0
+    words[READ] = 0
+    if not own and asked == 0:
+        return 0
+    relaxed = _relax(words)
+    if own:
+        code, words[READ] = _query(words, words[FILLED], asked)
+    else:
+        code, read = _query(words, words[EARLIER], 0)
+        while read == 0:
+            words[READ] += 1
+            if words[READ] == asked:
+                break
+            code, read = _query(words, words[EARLIER + words[READ]], 0)
+    for other in others:
+        if own and words[READ] >= 0 and (code == 0 or code == _NOT_READY):
+            code, read = _query(words, _words(other)[FILLED], 0)
+            words[READ] = words[READ] if read == 0 else -1
+    _restore(words, relaxed)
     if code != 0 and code != _NOT_READY:
         return IN_STEPS
     return BUSY if words[READ] < 0 else 0
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _launch(words: Any, ended: Any, state: Any, copy: Any, update: Any, joined: Any) -> Any:
-    """Queue the graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
+def _look(words: Any) -> Any:
+    """`_look_each` of one batch."""
+    return _look_each(words, words[:0])
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _record_ended(words: Any, ended: Any, state: Any) -> Any:
+    """Record `ended`, unless it is recorded after all work on the priorities; what the driver returns."""
+    if state[BEHIND] == 0:
+        return 0
+    state[BEHIND] = 0
+    return call(words[_RECORD], ended, state[LAST_ON], 0, 0)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _wait_ended(words: Any, stream: Any, ended: Any, state: Any) -> Any:
+    """Let a stream wait for earlier work on the priorities if that was on another one; what the driver returns."""
+    if state[LAST_ON] == stream:
+        return 0
+    code = _record_ended(words, ended, state)
+    return call(words[_WAIT], stream, ended, 0, 0) if code == 0 else code
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _launch(words: Any, graph: Any, ended: Any, state: Any, copy: Any, update: Any, joined: Any) -> Any:
+    """Queue a graph after the last user of the batch, and record that it is filled; 0 or REFUSED.
 
     Args:
+        graph: of the batch.
         ended, state, copy, update, joined: see `queue_drawn`; 0: there is none.
     """
-    stream, graph, code = words[STREAM], words[GRAPH], 0
+    stream, code = words[STREAM], 0
     waits = ended != 0 and update[WAITS] != 0
     if words[RELEASED] != 0:
         code = call(words[_WAIT], stream, words[RELEASED], 0, 0)
-    if code == 0 and ended != 0 and state[LAST_ON] != stream:
-        code = call(words[_WAIT], stream, ended, 0, 0)
+    if code == 0 and ended != 0:
+        code = _wait_ended(words, stream, ended, state)
     if code == 0 and waits:
         code = call(words[_WAIT], stream, update[GIVEN], 0, 0)
     if waits and joined != 0:
@@ -122,33 +188,33 @@ def _launch(words: Any, ended: Any, state: Any, copy: Any, update: Any, joined: 
         code = call(words[_LAUNCH], update[GRAPH], stream, 0, 0)
     if code == 0:
         code = call(words[_LAUNCH], graph, stream, 0, 0)
-    if code == 0 and waits:
-        update[WAITS] = 0
-        code = call(words[_RECORD], update[DONE], stream, 0, 0)
+    if code == 0 and ended != 0:
+        state[LAST_ON], state[BEHIND] = stream, 1
+        state[LAUNCHES] += 1
+        words[NUMBER] = state[LAUNCHES]
+        if waits:
+            update[WAITS], update[UNRECORDED], update[LAUNCHED] = 0, 1, state[LAUNCHES]
     if code == 0 and copy != 0:
         code = call(words[_COPY], copy, words[MEMORY], words[BYTES], stream)
     if code == 0:
         code = call(words[_RECORD], words[FILLED], stream, 0, 0)
-    if code == 0 and ended != 0:
-        code = call(words[_RECORD], ended, stream, 0, 0)
-        state[LAST_ON] = stream
     words[CODE] = code
     return 0 if code == 0 else REFUSED
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _launch_joined(members: Any, count: Any) -> Any:
-    """`_launch` of a graph of several batches. Arguments as of `queue_uniform`."""
-    own, code = _words(members[1]), 0
-    for i in range(count):
-        released = _words(members[1 + i])[RELEASED]
+def _launch_joined(members: Any, graph: Any) -> Any:
+    """`_launch` of a graph of several batches, int64 [n], addresses of their words."""
+    own, code = _words(members[0]), 0
+    for member in members:
+        released = _words(member)[RELEASED]
         if code == 0 and released != 0:
             code = call(own[_WAIT], own[STREAM], released, 0, 0)
     if code == 0:
-        code = call(own[_LAUNCH], members[0], own[STREAM], 0, 0)
-    for i in range(count):
+        code = call(own[_LAUNCH], graph, own[STREAM], 0, 0)
+    for member in members:
         if code == 0:
-            code = call(own[_RECORD], _words(members[1 + i])[FILLED], own[STREAM], 0, 0)
+            code = call(own[_RECORD], _words(member)[FILLED], own[STREAM], 0, 0)
     own[CODE] = code
     return 0 if code == 0 else REFUSED
 
@@ -224,31 +290,39 @@ def _plan(words: Any, rows: Any, extent: Any, ids: Any, block_steps: Any, num_bl
 
 @functools.partial(compiled, nogil=False)
 def queue_uniform(  # type: ignore[no-untyped-def]
-    index, members, items, block_steps, num_blocks, steps, anchor, first, stride, seed, numbers, epoch
+    index, members, items, block_steps, num_blocks, steps, anchor, first, stride, seed, numbers, epoch, held
 ):
     """Draw batches with as many rows each as `uniform_rows` does, look the rows up, and queue their gathers.
 
+    Or tell the GPU what to draw, which then does the same.
+
     Args:
         index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`.
-        members: int64 [1 + k], a graph of all batches, or 0; then the addresses of the words of a `QueuedBatch` each.
+        members: int64 [1 + k + g], batches that one launch queues; addresses of the words of a `QueuedBatch` each; the
+            graphs of launches that queue several.
         items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
         block_steps, num_blocks: as for `resolve`.
         steps, anchor, seed, epoch: as for `uniform_rows`. numbers: int64 [k], `step` of each batch.
         first, stride: as for `uniform_batch`.
+        held: int64 [3], what the GPU draws from: its address there, its trajectories, its items; see
+            `gear_loader.kernels.uniform`. If the address is 0, it does not; else all batches have a graph that draws,
+            and those of several draw too.
 
     Returns:
         0, BUSY, REFUSED, IN_STEPS, or the number of invalid windows. Only if it is 0 or REFUSED anything is queued.
     """
     count = len(numbers)
+    looked = _look_each(_words(members[1]), members[2 : 1 + count])
+    if looked != 0:
+        return looked
     for i in range(count):
         words = _words(members[1 + i])
-        if i > 0:
-            words[ASKED] = 0  # the first one asks for all
-        looked = _look(words)
-        if looked != 0:
-            return looked
-    for i in range(count):
-        words = _words(members[1 + i])
+        words[DRAWS] = held[0] != 0
+        if words[DRAWS] != 0:
+            random = carray(pointer(words[RANDOM]), (6,), np.int64)
+            random[0], random[1], random[2] = seed, numbers[i], epoch
+            random[3], random[4], random[5] = held[0], held[1], held[2]
+            continue
         rows = (
             _names(words) if words[CAPACITY] == words[COUNT] else np.empty((3, words[COUNT]), dtype=np.int64)
         )
@@ -256,14 +330,42 @@ def queue_uniform(  # type: ignore[no-untyped-def]
         bad = _look_up(index, words, rows, block_steps, num_blocks)
         if bad != 0:
             return bad
-    if members[0] != 0:
-        return _launch_joined(members, count)
-    code = 0
-    for i in range(count):
-        if code == 0:
+    code, together = 0, members[0]
+    for i in range(0, count, together):
+        if code == 0 and together > 1:
+            end = 1 + min(i + together, count)
+            code = _launch_joined(members[1 + i : end], members[1 + count + i // together])
+        elif code == 0:
             words = _words(members[1 + i])
-            code = _launch(words, 0, words, 0, words, 0)
+            graph = words[GRAPH] if held[0] == 0 else words[DRAWN]
+            code = _launch(words, graph, 0, words, 0, words, 0)
     return code
+
+
+@compiled
+def list_drawn(index, items, out) -> None:  # type: ignore[no-untyped-def]
+    """List what a GPU draws uniform rows from; see `gear_loader.kernels.uniform_reference`.
+
+    Args:
+        index, items: as for `queue_uniform`. out: int64 [HEADER + ARRAYS n], output.
+    """
+    slots, counts, generations, sums = (
+        carray(pointer(items[0, 0]), (items[0, 1],), np.int64),
+        carray(pointer(items[1, 0]), (items[1, 1],), np.int64),
+        carray(pointer(items[2, 0]), (items[2, 1],), np.int64),
+        carray(pointer(items[3, 0]), (items[3, 1],), np.int64),
+    )
+    extent = carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64)
+    size, before = len(slots), sums[0] - counts[0]
+    out[0], out[1] = index[1, 0], index[2, 0]
+    arrays = out[2:].reshape((6, size))
+    for i in range(size):
+        if i + _AHEAD < size:
+            prefetch(np.uint64(index[1, 0]) + np.uint64(slots[i + _AHEAD]) * np.uint64(24))
+        slot = slots[i]
+        arrays[0, i], arrays[1, i] = slot, generations[i]
+        arrays[2, i], arrays[3, i] = extent[slot, 0], extent[slot, 2]
+        arrays[4, i], arrays[5, i] = counts[i], sums[i] - before
 
 
 @functools.partial(compiled, nogil=False)
@@ -290,7 +392,7 @@ def queue_prioritized(  # type: ignore[no-untyped-def]
         count = words[COUNT]
         carray(pointer(words[WEIGHTS]), (count,), np.float32)[:] = drawn[4].view(np.float32)[:count]
     bad = _look_up(index, words, drawn, block_steps, num_blocks)
-    return bad if bad != 0 else _launch(words, 0, words, 0, words, 0)
+    return bad if bad != 0 else _launch(words, words[GRAPH], 0, words, 0, words, 0)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -299,7 +401,14 @@ def _reported(words: Any, ended: Any, status: Any, state: Any) -> Any:
     driver is not asked."""
     if np.all(carray(pointer(status), (LAST_ON,), np.int64) == state[:LAST_ON]):
         return False
-    return _query(words, ended, 0)[0] == 0
+    if state[NOTED] == 0:  # else the event is on its way, and to record it anew would put it off
+        state[NOTED] = 1
+        if _record_ended(words, ended, state) != 0:
+            return True
+    relaxed = _relax(words)
+    code = _query(words, ended, 0)[0]
+    _restore(words, relaxed)
+    return code == 0
 
 
 @functools.partial(compiled, nogil=False)
@@ -310,9 +419,11 @@ def queue_drawn(  # type: ignore[no-untyped-def]
 
     Args:
         index: as for `queue_uniform`. words: of a `QueuedBatch` whose graph draws.
-        ended: event that is recorded after all work on the priorities. status: address of pinned int64, which that
-            writes. state: int64 [4], what they are without an error; then the stream on which `ended` was recorded, if
-            a loop has recorded it there, else 0: later work on the same stream need not wait.
+        ended: event that is recorded after all work on the priorities when somebody asks for it. status: address of
+            pinned int64, which that work writes. state: int64 [STATE], what they are without an error; then the stream
+            of the last work, if a loop has queued it, else 0: later work there need not wait; whether `ended` is not
+            recorded after that; whether it has been asked for since an error was seen; number of the last launch;
+            number of one that the GPU is through with.
         leaf_key, step, anchor_key, beta: what the draw reads. copy: address on the GPU that gets a copy of the rows; 0:
             none does.
         update: words of a `QueuedUpdate` on the same stream; if it waits, it is launched before the draw.
@@ -324,12 +435,13 @@ def queue_drawn(  # type: ignore[no-untyped-def]
     looked = _look(words)
     if looked != 0:
         return looked
+    state[COMPLETE] = max(state[COMPLETE], words[NUMBER])
     if _reported(words, ended, status, state):
         return IN_STEPS
     random = carray(pointer(words[RANDOM]), (3,), np.int64)
     random[0], random[1], random[2] = leaf_key, step, anchor_key
     carray(pointer(words[BETA]), (1,), np.float32)[0] = beta
-    return _launch(words, ended, state, copy, update, joined)
+    return _launch(words, words[GRAPH], ended, state, copy, update, joined)
 
 
 @functools.partial(compiled, nogil=False)
@@ -347,7 +459,13 @@ def copy_update(words, consumer, copies, ended, status, state):  # type: ignore[
     call(words[_CAPTURING], consumer, words[SELF] + 8 * MODE, 0, 0)  # an error is left to the next call
     if words[MODE] != 0 or _reported(words, ended, status, state):
         return IN_STEPS
-    code = call(words[_WAIT], consumer, words[DONE], 0, 0)
+    code = 0
+    if words[LAUNCHED] > state[COMPLETE]:  # else the GPU has read the last tensors in the same memory
+        if words[UNRECORDED] != 0:
+            code = call(words[_RECORD], words[DONE], words[STREAM], 0, 0)
+            words[UNRECORDED] = 0
+        if code == 0:
+            code = call(words[_WAIT], consumer, words[DONE], 0, 0)
     for i in range(len(copies)):
         if code == 0:
             code = call(words[_COPY], copies[i, 0], copies[i, 1], copies[i, 2], consumer)
@@ -368,15 +486,13 @@ def launch_update(words, ended, state):  # type: ignore[no-untyped-def]
         return 0
     stream = words[STREAM]
     code = call(words[_WAIT], stream, words[GIVEN], 0, 0)
-    if code == 0 and state[LAST_ON] != stream:
-        code = call(words[_WAIT], stream, ended, 0, 0)
+    if code == 0:
+        code = _wait_ended(words, stream, ended, state)
     if code == 0:
         code = call(words[_LAUNCH], words[GRAPH], stream, 0, 0)
     if code == 0:
-        words[WAITS] = 0
-        code = call(words[_RECORD], words[DONE], stream, 0, 0)
-    if code == 0:
-        code = call(words[_RECORD], ended, stream, 0, 0)
-        state[LAST_ON] = stream
+        state[LAST_ON], state[BEHIND] = stream, 1
+        state[LAUNCHES] += 1
+        words[WAITS], words[UNRECORDED], words[LAUNCHED] = 0, 1, state[LAUNCHES]
     words[CODE] = code
     return 0 if code == 0 else REFUSED

@@ -9,14 +9,17 @@ import numpy as np
 import torch
 
 from gear_loader.storage import queue_loops as loops
-from gear_loader.storage.selected_rows import Reach
+from gear_loader.storage.selected_rows import Reach, UniformPlaces
 from gear_loader.utils import driver
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.captures import RelaxedMode
-from gear_loader.utils.launch_graph import LaunchGraph, join
+from gear_loader.utils.launch_graph import LaunchGraph, build, join
 
 _MOST_JOINED = 8
 """Graphs of a batch and an update, for each set of buffers."""
+
+_UNKNOWN = 1 << 62
+"""Number of a launch of which nobody hears when it is complete."""
 
 __all__ = ["QueuedBatch", "QueuedDraw", "QueuedPacked", "QueuedPadded", "QueuedSeveral", "QueuedUpdate"]
 
@@ -28,17 +31,19 @@ class _Queued:
         graph: the graph, which is kept. stream: handle of the one that it is launched on.
 
     Attributes:
-        graph, stream: as given. words: int64, for the loops. members: int64 [2], for the one that takes several.
+        graph, stream: as given. words: int64, for the loops. view: the same, in which Python reads and writes a number
+            in half of numpy's time. members: int64 [2], for those that take several.
     """
 
-    __slots__ = ("graph", "members", "stream", "words")
+    __slots__ = ("graph", "members", "stream", "view", "words")
 
     def __init__(self, graph: LaunchGraph, stream: int) -> None:
         self.graph, self.stream = graph, stream
         memory: Array = np.zeros(loops.WORDS + 2, dtype=np.int64)
         self.words = memory[: loops.WORDS]
+        self.view = self.words.data
         self.members = memory[loops.WORDS :]
-        self.members[1] = self.words.ctypes.data
+        self.members[0], self.members[1] = 1, self.words.ctypes.data
         self.words[[loops.SELF, loops.STREAM, loops.GRAPH]] = self.words.ctypes.data, stream, graph.handle
         for name, place in loops.FUNCTIONS.items():
             self.words[place] = driver.address_of(name)
@@ -46,7 +51,7 @@ class _Queued:
     @property
     def code(self) -> int:
         """What the driver has returned last."""
-        return int(self.words[loops.CODE])
+        return self.view[loops.CODE]
 
 
 class QueuedBatch(_Queued):
@@ -92,72 +97,136 @@ class QueuedBatch(_Queued):
 
     def after(self, released: int) -> None:
         """Let the work come after an event; 0: after none."""
-        self.words[loops.RELEASED] = released
+        self.view[loops.RELEASED] = released
 
     def wait(self) -> None:
         """Wait until the GPU has read what was written for the last batch."""
         with RelaxedMode():
             self._wait()
 
-    def ask(self, events: Sequence[int]) -> None:
-        """Let the call ask for these events of earlier batches, at most `MOST_ASKED`; see `num_read`."""
-        self.words[loops.ASKED] = len(events)
+    def ask(self, events: Sequence[int], *, own: bool) -> None:
+        """Let the call ask for these events of earlier batches, at most `MOST_ASKED`; see `num_read`.
+
+        Args:
+            own: whether the GPU may still read what was written for the last batch.
+        """
+        view = self.view
+        view[loops.ASKED], view[loops.OWN] = len(events), own
         for place, event in enumerate(events, loops.EARLIER):
-            self.words[place] = event
+            view[place] = event
 
     @property
     def num_read(self) -> int:
         """How many of them have happened, from the first on."""
-        return int(self.words[loops.READ])
+        return self.view[loops.READ]
 
 
 class QueuedPadded(QueuedBatch):
     """A padded batch.
 
     Args:
-        rows: int64 [6, B], ids: int32 [B, K], as a GPU's buffers have them. reach: of the windows. The others: as for
-            `QueuedBatch`.
+        rows: int64 [6, B], ids: int32 [B, K], as a GPU's buffers have them. reach: of the windows. places: where the
+            GPU puts uniform rows if it draws them; None if it does not. The others: as for `QueuedBatch`.
+
+    Attributes:
+        places: as given. drawn: a graph that also draws, see `draws_by`.
     """
 
-    __slots__ = ()
+    __slots__ = ("_drawn_by", "drawn", "places")
 
-    def __init__(self, rows: Array, ids: Array, reach: Reach, **options: Any) -> None:
+    def __init__(
+        self, rows: Array, ids: Array, reach: Reach, *, places: UniformPlaces | None = None, **options: Any
+    ) -> None:
         super().__init__(names=rows, **options)
+        self.places, self.drawn, self._drawn_by = places, self.graph, 0
         self._tell(loops.EXTENT, rows[3:])
         self._tell(loops.IDS, ids)
+        if places is not None:
+            self._tell(loops.RANDOM, places.random.numpy())
         self.words[[loops.WIDTH, loops.FIRST, loops.LAST, loops.ONCE]] = ids.shape[1], *reach
+
+    def draws_by(self, number: int, launch: Callable[[UniformPlaces], object]) -> bool:
+        """Whether there is a graph that draws uniform rows; it is made if there is none.
+
+        Args:
+            number: not 0, tells one way to draw from another. launch: launches the draw.
+        """
+        places = self.places
+        if places is None:
+            return False
+        if self._drawn_by == number:
+            return True
+
+        def queue() -> None:
+            launch(places)
+            places.gather()
+
+        with RelaxedMode():
+            graph = build(queue)
+        if graph is None:
+            self.places = None
+            return False
+        self.drawn, self.words[loops.DRAWN], self._drawn_by = graph, graph.handle, number
+        return True
+
+    @property
+    def was_drawn(self) -> bool:
+        """Whether the GPU has drawn the rows of the batch that was queued last."""
+        return bool(self.view[loops.DRAWS])
+
+    @was_drawn.setter
+    def was_drawn(self, value: bool) -> None:
+        self.words[loops.DRAWS] = value
 
 
 class QueuedSeveral:
-    """Padded batches of uniform rows that one compiled call queues, by one launch if a graph can be made of theirs.
+    """Padded batches of uniform rows that one compiled call queues, several by one launch if a graph can be made of
+    theirs.
 
     Args:
-        batches: at least one, with as many rows each, on one stream. joins: whether to make such a graph.
+        batches: at least one, with as many rows each, on one stream. together: of how many to make such a graph.
 
     Attributes:
-        batches: as given. count: rows of each. members: int64 [1 + k], for the loop.
+        batches: as given. count: rows of each. members: for the loop. drawn: the same, if the GPU draws.
     """
 
-    __slots__ = ("_graph", "batches", "count", "members")
+    __slots__ = ("_drawn_by", "_graphs", "_together", "batches", "count", "drawn", "members")
 
-    def __init__(self, batches: Sequence[QueuedPadded], *, joins: bool) -> None:
-        self.batches, self.count = tuple(batches), batches[0].count
-        self._graph: LaunchGraph | None = None
-        if joins:
+    def __init__(self, batches: Sequence[QueuedPadded], *, together: int) -> None:
+        self.batches, self.count, self._together = tuple(batches), batches[0].count, together
+        self._graphs: dict[bool, list[LaunchGraph]] = {}
+        self.members = self.drawn = self._joined(drawn=False)
+        self._drawn_by = 0
+
+    def _joined(self, *, drawn: bool) -> Array:
+        """`members`, or `drawn`."""
+        parts = [each.drawn if drawn else each.graph for each in self.batches]
+        places, together = [each.words.ctypes.data for each in self.batches], self._together
+        graphs: list[LaunchGraph | None] = []
+        if together > 1:
             with RelaxedMode():
-                self._graph = join(*(each.graph for each in batches))
-        handle = 0 if self._graph is None else self._graph.handle
-        places = (each.words.ctypes.data for each in batches)
-        self.members: Array = np.array([handle, *places], dtype=np.int64)
+                graphs = [join(*parts[i : i + together]) for i in range(0, len(parts), together)]
+        made = self._graphs[drawn] = [each for each in graphs if each is not None]
+        if len(made) < len(graphs) or not made:
+            return np.array([1, *places], dtype=np.int64)
+        return np.array([together, *places, *(each.handle for each in made)], dtype=np.int64)
+
+    def draws_by(self, number: int, launch: Callable[[UniformPlaces], object]) -> bool:
+        """See `QueuedPadded.draws_by`."""
+        if self._drawn_by != number or self.batches[0].places is None:
+            if not all(each.draws_by(number, launch) for each in self.batches):
+                return False
+            self.drawn, self._drawn_by = self._joined(drawn=True), number
+        return True
 
     def wait(self) -> None:
         """Wait until the GPU has read what was written for the last batches."""
         for each in self.batches:
             each.wait()
 
-    def ask(self, events: Sequence[int]) -> None:
+    def ask(self, events: Sequence[int], *, own: bool) -> None:
         """As `QueuedBatch.ask`."""
-        self.batches[0].ask(events)
+        self.batches[0].ask(events, own=own)
 
     @property
     def num_read(self) -> int:
@@ -262,9 +331,20 @@ class QueuedUpdate(_Queued):
 
     def __init__(self, graph: LaunchGraph, stream: int, *, given: int, done: int) -> None:
         super().__init__(graph, stream)
-        self.words[[loops.GIVEN, loops.DONE]] = given, done
+        self.words[[loops.GIVEN, loops.DONE, loops.LAUNCHED]] = given, done, _UNKNOWN
 
     @property
     def waits(self) -> bool:
         """Whether its tensors are copied, and it is not launched yet."""
-        return bool(self.words[loops.WAITS])
+        return bool(self.view[loops.WAITS])
+
+    def record(self) -> None:
+        """Record the event after the update, unless it is."""
+        view = self.view
+        if view[loops.UNRECORDED]:
+            driver.library().cuEventRecord(view[loops.DONE], self.stream)
+            view[loops.UNRECORDED] = 0
+
+    def was_done(self) -> None:
+        """Tell that the event has been recorded after other work that uses the tensors."""
+        self.words[[loops.UNRECORDED, loops.LAUNCHED]] = 0, _UNKNOWN

@@ -69,6 +69,7 @@ class TableReader:
         readers, admission: parts of the same index.
 
     Attributes:
+        places: of `counters`, `extent`, `block_ids`, `generation` and `sequence`, for compiled loops.
         arrays: views of the index: `extent` (length in steps and place of the block table), `block_ids`, `state`,
             `generation`, `sequence`, `priority` (-1 if not given) and more; see `gear_loader.storage.layout`.
     """
@@ -81,7 +82,7 @@ class TableReader:
         self._readers = readers
         self._admission = admission
         self._log = Log()
-        self._places = Places(
+        self.places = Places(
             arrays.counters, arrays.extent, arrays.block_ids, arrays.generation, arrays.sequence
         )
         self.draws_inline = not admission.has_conditions
@@ -123,7 +124,7 @@ class TableReader:
             CorruptTableError: the index or a record is corrupt.
         """
         into = batch.begin()
-        tables = self._places.table, into.table, places.table, batch.spans, batch.returns
+        tables = self.places.table, into.table, places.table, batch.spans, batch.returns
         if batch.under_lock:
             bad = self._recovery.lock.run(loop, *tables, since, samples, *given)
         elif self._needs_lock:
@@ -178,7 +179,7 @@ class TableReader:
         """
         if not self._begin_unchanged(ticket, counter, since, samples):
             return False
-        while (bad := loop(self._places.table, words, *given)) == BUSY:
+        while (bad := loop(self.places.table, words, *given)) == BUSY:
             batch.wait()
         if bad == IN_STEPS:
             self.undo(ticket)

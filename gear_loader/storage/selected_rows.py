@@ -101,6 +101,24 @@ class DrawPlaces:
     gather: Callable[[], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class UniformPlaces:
+    """Where a draw of uniform rows on the GPU puts them, and what comes after it.
+
+    Attributes:
+        random: pinned int64 [6], which the host writes; see `gear_loader.kernels.uniform`.
+        rows, ids, reach: as the first two of `DrawPlaces.out`, and its `reach`.
+        stream: that fills the batch. gather: as of `DrawPlaces`.
+    """
+
+    random: torch.Tensor
+    rows: torch.Tensor
+    ids: torch.Tensor
+    reach: Reach
+    stream: torch.cuda.Stream
+    gather: Callable[[], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class CudaRows:
     """Rows of one table that the GPU draws when the batch is gathered.

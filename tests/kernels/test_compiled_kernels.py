@@ -48,6 +48,7 @@ KERNELS = [
     "tests/kernels/test_packed_kernel.py",
     "tests/kernels/test_priority_kernels.py",
     "tests/kernels/test_neighbors.py",
+    "tests/kernels/test_uniform.py",
 ]
 DEVICE = ["tests/selection/test_device_priorities.py"]
 
@@ -460,7 +461,9 @@ def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], versio
         pytest.skip(f"Triton {version} could not be fetched")
     assert done.returncode == 0, done.stdout[-4000:]
     ran = set(re.findall(r"(\w+) \d+(?:,|$)", done.stdout.split("Emulated launches: ")[1].splitlines()[0]))
-    prefix = "items" if tests == DEVICE else ("gather", "packed", "place", "priority", "split", "store")
+    prefix = (
+        "items" if tests == DEVICE else ("gather", "packed", "place", "priority", "split", "store", "uniform")
+    )
     names = {name for name in aot_common.reports((version, launch.ARCH, ())) if name.startswith(prefix)}
     assert {name for name in names - ran if not name.startswith(NOT_BY_TESTS)} == set(), (
         "code that no test ran"

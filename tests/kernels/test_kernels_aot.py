@@ -54,6 +54,7 @@ NAMES = {
     ),
     *(f"items_locate{steps}{check}" for steps in ("", "_steps") for check in ("", "_generations")),
     *("items_weigh_batch", "items_weigh_table"),
+    *(f"uniform_{anchor}" for anchor in ("uniform", "first", "last", "item")),
     *(f"neighbors_{width}" for width in (8, 32, 128)),
 }
 
@@ -180,7 +181,7 @@ def test_no_multiplication_is_fused_with_an_addition(reports: Reports) -> None:
     for name, report in reports.items():
         if name.endswith("alpha"):
             assert min(report["fused"]) > 0, "the count counts nothing"
-        elif name.startswith(("priority", "items_resolve")):
+        elif name.startswith(("priority", "items_resolve", "uniform")):
             assert report["fused"] == [0, 0], name
 
 

@@ -24,9 +24,10 @@ from gear_loader.collection.packed import PackedBuffers
 from gear_loader.collection.packed_cuda import PackedCuda, PackedDeviceBuffers
 from gear_loader.collection.padded_cuda import PaddedCuda
 from gear_loader.collection.references import BatchReferences
-from gear_loader.selection import cuda_leaves, prioritized_cuda
+from gear_loader.selection import cuda_leaves, prioritized_cuda, uniform_cuda
 from gear_loader.selection.budget_planner import PlannedBatch
 from gear_loader.selection.snapshot_selection import SnapshotSelection
+from gear_loader.selection.uniform_cuda import CudaUniform
 from gear_loader.storage import queue_loops, queued
 from gear_loader.storage.reader import TableReader
 from gear_loader.utils import launch_graph
@@ -340,13 +341,53 @@ def _one_graph_of_several(patch: pytest.MonkeyPatch) -> None:
         if made is None:
             return None
         old = kept.setdefault(id(made.batches[0]), made)
-        made.members[0] = old.members[0]
+        graphs = slice(1 + len(made.batches), None)
+        made.members[graphs], made.drawn[graphs] = old.members[graphs], old.drawn[graphs]
         return made
 
     patch.setattr(BatchesAhead, "_several", first)
 
 
+def _drawn_from_before(patch: pytest.MonkeyPatch) -> None:
+    """What the GPU draws from is copied once."""
+    held = CudaUniform.held
+
+    def first(self: Any, items: Any, *given: Any) -> Any:
+        kept = vars(self).setdefault("first", items)
+        return held(self, kept, *given)
+
+    patch.setattr(CudaUniform, "held", first)
+
+
+def _complete_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The GPU counts as being through with every update that is launched."""
+    begin = cuda_leaves.CudaLeaves.__init__
+
+    def optimistic(self: Any, *given: Any) -> None:
+        begin(self, *given)
+        self._state[queue_loops.COMPLETE] = 1 << 61
+
+    patch.setattr(cuda_leaves.CudaLeaves, "__init__", optimistic)
+
+
 DEFECTS: dict[str, Defect] = {
+    "an update's tensors are copied over those that the last one in that memory still reads": Defect(
+        # Of fewer batches ahead the consumer has waited for one that was drawn after that update.
+        _complete_at_once,
+        lambda seed: dataclasses.replace(Scenario.queued_draws(seed), prefetch=9, batches=64, writes=0),
+    ),
+    "other streams do not wait for draws and updates of compiled calls": Defect(
+        lambda patch: patch.setattr(cuda_leaves.CudaLeaves, "_ended", lambda self: self._last),
+        Scenario.queued_draws,
+    ),
+    "uniform rows are drawn from what was there before a change": Defect(_drawn_from_before, Scenario.drawn),
+    "uniform rows are drawn before what is drawn from has been copied": Defect(
+        lambda patch: patch.setattr(uniform_cuda, "on_stream", lambda *_: contextlib.nullcontext()),
+        Scenario.drawn,
+    ),
+    "one call writes the words of a uniform draw while the GPU still reads them": Defect(
+        lambda patch: patch.setattr(cuda.Cuda, "cuEventQuery", lambda self, event: 0), Scenario.drawn
+    ),
     "batches that were queued ahead are delivered although the table has changed": Defect(
         lambda patch: patch.setattr(
             SnapshotSelection, "standing", property(lambda self: self._items and self._items[1])

@@ -25,6 +25,7 @@ from gear_loader.collection.packed_cuda import PackedCuda
 from gear_loader.collection.windows import expand
 from gear_loader.dataset.origin import Origin
 from gear_loader.errors import StaleIndexError
+from gear_loader.selection import uniform_cuda
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.device_server import BlockClient, BlockServer
@@ -106,6 +107,7 @@ class Scenario(Shrinkable):
         pairs: whether groups of two trajectories are drawn.
         on_gpu: whether the table's blocks lie in the memory of the device. attached: that another process has.
         calm: whether the other thread adds one trajectory in seventeen batches.
+        draws: whether the device draws uniform rows, of small batches too and soon after a change.
     """
 
     sampler: str = "uniform"
@@ -136,6 +138,7 @@ class Scenario(Shrinkable):
     on_gpu: bool = False
     attached: bool = False
     calm: bool = False
+    draws: bool = False
 
     @classmethod
     def flat(cls, seed: int) -> Scenario:
@@ -173,6 +176,13 @@ class Scenario(Shrinkable):
         scenario = cls.queued(seed)
         few = {"prefetch": 1 + seed % 3, "writes": min(scenario.writes, 4), "epochs": 1, "grows": False}
         return dataclasses.replace(scenario, **few, calm=True, batches=64, stops=False)
+
+    @classmethod
+    def drawn(cls, seed: int) -> Scenario:
+        """That of a seed whose uniform rows the device draws, where the table stands still."""
+        scenario = cls.queued_ahead(seed) if seed % 2 else cls.queued(seed)
+        few = {"calm": True, "batches": 48, "epochs": 1, "stops": False, "writes": min(scenario.writes, 8)}
+        return dataclasses.replace(scenario, **few, copy=None, draws=True)
 
     @classmethod
     def queued_packed(cls, seed: int) -> Scenario:
@@ -409,6 +419,9 @@ class Run:
             with self.cuda.installed(), self._mode(), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(PackedCuda, "_read", self._counted(PackedCuda._read))
                 patch.setattr(BatchesAhead, "next", self._expecting(BatchesAhead.next))
+                if self.scenario.draws:
+                    patch.setattr(uniform_cuda, "LEAST_ROWS", 1)
+                    patch.setattr(uniform_cuda, "STANDING", 1)
                 options: dict[str, Any] = {"packed": self.scenario.packed, "late": self.scenario.late}
                 if self.scenario.on_gpu:
                     options["device"] = DEVICE

@@ -179,6 +179,23 @@ def test_batches_and_their_replays_are_those_of_the_cpu(place: Place, kind: str)
         del batch, found
 
 
+@pytest.mark.parametrize("kind", ["uniform", "steps"])
+def test_rows_that_the_gpu_draws_are_those_of_the_cpu(place: Place, kind: str) -> None:
+    """Of batches that are large enough, while the table stands still; one change of it in between."""
+    with made_table() as table:
+        options: dict[str, Any] = {"batch_size": 128, "batches_per_epoch": 60}
+        found = dataset(table, kind, **options)
+        expected = dataset(table, kind, "cpu", **options)
+        for number, (batch, other) in enumerate(zip(found, expected, strict=True)):
+            check(batch)
+            equal(batch, other)
+            if number == 35:
+                table.add(rows_of(100))
+        selection: Any = found._selected()
+        assert selection._on_gpu._held.all()
+        del batch, found
+
+
 @pytest.mark.parametrize("kind", mostly_long(["uniform", "annealed", "packed"], "annealed", "packed"))
 def test_a_table_in_the_memory_of_the_gpu_with_a_disk_below(place: Place, kind: str, tmp_path: Path) -> None:
     """It has memory for half of its trajectories."""

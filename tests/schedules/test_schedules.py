@@ -106,6 +106,7 @@ CASES = {
     "packed": Case(Scenario.flat, 2, 32),
     "queued in one call": Case(Scenario.queued, 1, 24, seen="queued", least=3),
     "several queued in one call": Case(Scenario.queued_ahead, 1, 16, seen="ahead", least=8),
+    "uniform rows that the device draws": Case(Scenario.drawn, 1, 24, seen="draw uniform", least=30),
     "packed, queued in one call": Case(Scenario.queued_packed, 1, 24, seen="queued", least=5),
     "draws by priority that are queued in one call": Case(
         Scenario.queued_draws, 1, 24, seen="queued", least=3

@@ -37,7 +37,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import append, cast, gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels import (
+    append,
+    cast,
+    gather,
+    items,
+    neighbors,
+    packed,
+    place,
+    priority,
+    split,
+    store,
+    uniform,
+)
 
 ARCHITECTURES = ("80", "90", "100")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -53,7 +65,7 @@ _NAMES = {
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights beta",
     "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
     "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
-    "once fanout block_lines per_row last_lines lanes",
+    "once fanout block_lines per_row last_lines lanes lead stride",
     "i64": "magic",
     "fp32": "floor alpha eps",
 }
@@ -154,6 +166,10 @@ VARIANTS = [
             items.LAUNCH,
         )
         for i, name in enumerate(items.ANCHORS)
+    ),
+    *(
+        Variant(f"uniform_{name}", uniform.uniform_kernel, {"ANCHOR": i}, uniform.LAUNCH)
+        for i, name in enumerate(uniform.ANCHORS)
     ),
     Variant("items_weigh_batch", items.weigh_kernel, {"TABLE": False}, items.WEIGH),
     Variant("items_weigh_table", items.weigh_kernel, {"TABLE": True}, items.WEIGH),

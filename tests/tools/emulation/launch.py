@@ -17,7 +17,19 @@ import aot_common
 import numpy as np
 import torch
 
-from gear_loader.kernels import append, gather, items, neighbors, packed, place, priority, split, store
+from gear_loader.kernels import (
+    append,
+    gather,
+    items,
+    neighbors,
+    packed,
+    place,
+    priority,
+    split,
+    store,
+    uniform,
+    uniform_reference,
+)
 from gear_loader.kernels.append_plan import AppendPlan
 from gear_loader.kernels.packed_plan import PackedPlan
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
@@ -30,7 +42,8 @@ from .ptx import parse
 from .timing import Latencies
 
 ARCH = 90
-_MODULES = (append, gather, items, neighbors, packed, place, priority, split, store)
+uniform_kernel = uniform.uniform_kernel
+_MODULES = (append, gather, items, neighbors, packed, place, priority, split, store, uniform)
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """How often each variant ran."""
@@ -98,6 +111,10 @@ class EmulatedKernel:
                 if region.bytes is not None:
                     memory.add(region.bytes.ctypes.data, region.bytes.nbytes, "a table", host=True)
             _add_plan(memory, arguments)
+            if wanted[0].kernel is uniform_kernel:
+                *_, address, held, _ = arguments[0].tolist()
+                size = 8 * (uniform_reference.HEADER + uniform_reference.ARRAYS * held)
+                memory.add(address, size, "what is drawn from")
             return launch(runner, wanted[0].name, grid[0], arguments, memory)
 
         return run

@@ -26,6 +26,7 @@ from gear_loader.kernels import (
     priority,
     priority_reference,
     reference,
+    uniform_reference,
 )
 from gear_loader.kernels import gather as gathering
 from gear_loader.kernels import items as items_kernels
@@ -33,6 +34,7 @@ from gear_loader.kernels import packed as packing
 from gear_loader.kernels import place as placing
 from gear_loader.kernels import split as splitting
 from gear_loader.kernels import store as storing
+from gear_loader.kernels import uniform as uniform_kernels
 from gear_loader.kernels.append_plan import AppendPlan
 from gear_loader.kernels.cast_plan import CastPlan
 from gear_loader.kernels.packed_plan import PackedPlan
@@ -156,6 +158,7 @@ class Launchers:
         self._neighbors = neighbors.draw
         self._update, self._build = priority.update, priority.build
         self._draw, self._draw_distinct = priority.draw, priority.draw_distinct
+        self._draw_uniform = uniform_kernels.draw
         self._locate, self._resolve, self._weigh = (
             items_kernels.locate,
             items_kernels.resolve,
@@ -531,6 +534,25 @@ class Launchers:
 
         launch.queue(run)
 
+    def draw_uniform(
+        self, random: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, **options: Any
+    ) -> None:
+        self._draw_uniform(random, rows, ids, **options)
+        launch = self._launch(ids.device, "draw uniform")
+        words, outs = launch.read(random), (launch.write(rows), launch.write(ids))
+        check = self._cuda.memory.check_readable
+
+        def tensor_at(*given: Any) -> torch.Tensor:
+            view = View.at(*given)
+            check(view)
+            return view.tensor()
+
+        def run() -> None:
+            places = (out.tensor() for out in outs)
+            uniform_reference.draw(words.tensor(), *places, **options, tensor_at=tensor_at)
+
+        launch.queue(run)
+
     def locate(
         self,
         tree: SumTree,
@@ -673,6 +695,10 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, name, _Kernel(cuda, name, getattr(module, name)))
         for name in names:
             patch.setattr(module, name, getattr(launchers, name))
+    patch.setattr(
+        uniform_kernels, "uniform_kernel", _Kernel(cuda, "uniform_kernel", uniform_kernels.uniform_kernel)
+    )
+    patch.setattr(uniform_kernels, "draw", launchers.draw_uniform)
     patch.setattr(
         neighbors, "neighbors_kernel", _Kernel(cuda, "neighbors_kernel", neighbors.neighbors_kernel)
     )
