@@ -21,7 +21,6 @@ from gear_loader.checkpoint.changes import OnDisk
 from gear_loader.checkpoint.returning_values import ReturningValues
 from gear_loader.checkpoint.trajectory_records import rows_of
 from gear_loader.errors import StaleIndexError
-from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage import counters as at
 from gear_loader.storage.disk import Keep, LostRowsError
@@ -38,17 +37,12 @@ from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.storage.tier_counts import (
-    KEEP,
-    KEEPS,
     PROMOTED_BYTES,
     WANTED_BYTES,
-    unpack_priorities,
 )
-from gear_loader.storage.tier_swaps import exchange
+from gear_loader.storage.tier_swaps import coldest_first, coldness, exchange, kept_free, kept_now, missing_blocks
 from gear_loader.utils.arrays import Array, data_address
 
-FREE_BYTES = 256 << 20
-"""Bytes of blocks that are kept free, but at least a sixteenth of all blocks and at most a quarter."""
 LARGEST_BYTES = 8 << 20
 """Bytes of the largest trajectory that is brought back: it is copied under the table's lock, in about a millisecond."""
 EXCHANGE_BYTES = 64 << 20
@@ -59,28 +53,9 @@ EXCHANGE_SECONDS = 1.0
 """Seconds between two exchanges, or 20 times the duration of the last look for trajectories to exchange."""
 
 
-def kept_free(layout: Layout) -> int:
-    """Number of blocks that are free after spilling, which begins when fewer than half of them are."""
-    blocks = layout.num_blocks
-    return min(max(-(-FREE_BYTES // layout.block_bytes), blocks // 16), blocks // 4)
-
-
 def kept_bytes(payload: int) -> int:
     """Bytes of the memory of ragged values that are free after spilling, which begins when half of them are."""
     return min(max(FREE_BYTES, payload // 16), payload // 4)
-
-
-def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
-    """The order in which trajectories leave the memory, int64 [n]: positions, the coldest first.
-
-    Args:
-        keep: see `gear_loader.Disk`; ``"auto"`` is ``"newest"`` here.
-        sequences: int64 [n], order of commitment. priorities: float32 [n], -1 for one without.
-    """
-    if keep == "priority":
-        given = np.where(priorities == UNSET, np.float32(np.inf), priorities)
-        return np.lexsort((sequences, given))
-    return np.argsort(-sequences if keep == "oldest" else sequences, kind="stable")
 
 
 def hottest(layout: Layout, records: Array, keep: Keep, values: Array | None = None) -> Array:
@@ -121,18 +96,8 @@ class Spiller:
         self.archived: Array = np.empty(0, dtype=np.int64)
         """Numbers of segments in an archive, from where nothing comes back: no write waits for a store."""
 
-    @property
-    def _keep(self) -> Keep:
-        """Which trajectories stay in memory now."""
-        wished = int(self._arrays.tier_counts[KEEP])
-        return KEEPS[wished - 1] if self._given == "auto" and 0 < wished <= len(KEEPS) else self._given
-
     def _coldness(self, slots: Array, sequences: Array, generations: Array) -> Array:
-        """`coldness` of trajectories, by their latest priorities; of all slots sequences and generations."""
-        priorities = unpack_priorities(
-            self._arrays.tier_priority[slots], generations[slots], self._arrays.priority[slots]
-        )
-        return coldness(self._keep, sequences[slots], priorities)
+        return coldest_first(self._arrays, self._given, slots, sequences, generations)
 
     def coldest(self, on_disk: OnDisk) -> list[int]:
         """Numbers of segments that have live trajectories, the coldest first, by the mean of their rows."""
@@ -166,9 +131,7 @@ class Spiller:
         counters, blocks = self._arrays.counters, self._arrays.num_blocks
         free = int(counters[at.NUM_FREE_BLOCKS] + counters[at.RETIRED_BLOCKS])
         wanted = int(counters[at.WANTED_BLOCKS])
-        if free >= max(self._free // 2, wanted):
-            return 0
-        return max(self._free, min(blocks, wanted + self._free // 2)) - free
+        return missing_blocks(self._free, blocks, free, wanted)
 
     def _missing_bytes(self) -> int:
         """Bytes of the memory of ragged values to take from trajectories; looked for now and then."""
@@ -223,7 +186,7 @@ class Spiller:
     def _exchange_is_due(self) -> bool:
         # The newest stay the newest: what is added makes the others colder.
         spilled = self._arrays.counters[at.NUM_SPILLED] > 0
-        return self._keep in ("oldest", "priority") and bool(spilled) and time.monotonic() >= self._next
+        return kept_now(self._arrays, self._given) in ("oldest", "priority") and bool(spilled) and time.monotonic() >= self._next
 
     def move(self, table: Table) -> int:
         """`spill`, or exchange trajectories if no blocks are missing and it is time to.

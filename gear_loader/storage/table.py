@@ -128,6 +128,7 @@ class Table:
         if_exists: Literal["error", "attach", "replace"] = "error",
         disk: Disk | Tier | None = None,
         device: str | torch.device | None = None,
+        host: int | str | None = None,
     ) -> Table:
         """Create an empty table.
 
@@ -182,6 +183,12 @@ class Table:
                 `memory` are on that disk, and batches for the device read them from there. Not with late,
                 mutable or ragged columns, or versions of a policy. By default everything is in host memory. See
                 docs/gpu.md.
+            host: with `device` and `memory`, bytes of a part of host memory below the GPU's: an int, or a text such as
+                ``"500GiB"``. When few blocks are free on the GPU, the oldest trajectories move there, or those that
+                ``Disk(keep=)`` values least; no block is in both. The part is pinned, which this call waits for (about
+                0.1 s a GB): kernels read it over the bus, and the CPU and other processes read it where it lies. What
+                does not fit there moves to a `disk` that has a size; without one `on_full` decides. A trajectory has to
+                fit into either. Draws by priority are made by the host.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
@@ -212,6 +219,7 @@ class Table:
             limits=limits,
             tier=tier,
             device=where,
+            host=host,
         )
         late = {name: layout.schema[name] for name in layout.schema.late}
         if tier is not None:

@@ -118,15 +118,19 @@ class Program:
 
     Args:
         tiered: whether it has memory for a third of its steps, and the others are moved to a disk by its thread.
+        hosted: whether others move to a part of host memory, for all of them or a part.
     """
 
-    def __init__(self, seed: int, path: Path, *, tiered: bool = False) -> None:
+    def __init__(self, seed: int, path: Path, *, tiered: bool = False, hosted: bool = False) -> None:
         self.choose, self.path, self.number, self.tiered = random.Random(seed), path, 0, tiered
         size, more = self.choose.choice([3, 4, 16]), dict[str, Any]()
         if tiered:
             keep: Any = self.choose.choice(["newest", "oldest", "priority"])
             disk = gear.Disk(path / "tier", sync_seconds=1e6, size="1GiB", keep=keep)
             more = {"disk": disk, "max_blocks": 3 * -(-40 // size) + 2}
+        if hosted:
+            host = self.choose.choice([30_000, 60_000, 500_000])
+            more |= {"host": host, "max_blocks": 2 * -(-40 // size) + 2}
         self.table = on_gpu(
             block_steps=size,
             packed=self.choose.choice([True, False]),
@@ -160,6 +164,7 @@ class Program:
             self.choose.choice(actions + [self.move] * self.tiered)()
         self.save()
         self.table.check_valid()
+        self.moved = self.table.stats().host_part_bytes
         found = [self.table[slot] for slot in self.table.indices().tolist()]
         self.table.close()
         if self.tiered:
@@ -247,6 +252,19 @@ def test_random_programs(
         monkeypatch.setattr(loading, "IMAGE_BYTES", 50_000)
         with stand_in(policy, seed):
             Program(seed, tmp_path / str(seed)).run(25)
+
+
+@pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
+@pytest.mark.parametrize("seeds", amounts(range(1), range(1, 3), range(3, 12)))
+def test_random_programs_with_host_memory_below(
+    seeds: range, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in seeds:
+        monkeypatch.setattr(device_memory, "STAGING_BYTES", (20_000, 4_000)[seed % 2])
+        with stand_in(policy, seed):
+            program = Program(seed, tmp_path / str(seed), hosted=True)
+            program.run(40)
+            assert program.moved > 0
 
 
 @pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
