@@ -28,9 +28,11 @@ from gear_loader.storage.disk_copies import COPY, are_current, copies_of, note_c
 from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits
+from gear_loader.storage.host_part import used_in_part
 from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
+from gear_loader.storage.operations.view import LIVE
 from gear_loader.storage.payload import used_bytes
 from gear_loader.storage.prefixes import Relative, Relatives
 from gear_loader.storage.region import Region
@@ -58,19 +60,25 @@ def kept_bytes(payload: int) -> int:
     return min(max(FREE_BYTES, payload // 16), payload // 4)
 
 
-def hottest(layout: Layout, records: Array, keep: Keep, values: Array | None = None) -> Array:
-    """Which trajectories of a recovered table are read into memory, bool [n]; a part of it stays free.
+def levels_of(layout: Layout, records: Array, keep: Keep, values: Array | None = None) -> Array:
+    """Where trajectories of a recovered table are read to, int8 [n], see `IndexArrays.levels`: the hottest into memory.
+
+    With a disk tier a part of the memory stays free.
 
     Args:
         values: int64 [n], bytes of the memory of ragged values that they take, if they are known.
     """
     order = coldness(keep, records["sequence"], records["priority"])[::-1]
     blocks = -(-rows_of(records)[order] // layout.block_steps)
-    inside = np.zeros(len(order), dtype=bool)
-    inside[order] = np.cumsum(blocks) <= layout.num_blocks - kept_free(layout)
+    levels, left = np.zeros(len(order), dtype=np.int8), np.ones(len(order), dtype=bool)
+    for level, most in ((1, layout.writable_blocks), (2, layout.host_blocks)):
+        most -= kept_free(layout, most) if layout.tier is not None else 0
+        inside = left & (np.cumsum(np.where(left, blocks, 0)) <= most)
+        levels[order[inside]] = level
+        left &= ~inside
     if values is not None:
-        inside[order] &= np.cumsum(values[order]) <= layout.payload - kept_bytes(layout.payload)
-    return inside
+        levels[order] *= np.cumsum(values[order]) <= layout.payload - kept_bytes(layout.payload)
+    return levels
 
 
 def note_places(index: Index, slots: Array, records: Array) -> None:
@@ -88,13 +96,21 @@ class Spiller:
 
     def __init__(self, index: Index, region: Region, keep: Keep, late: int = 0) -> None:
         self._index, self._given, self._region = index, keep, region
-        self._free = kept_free(region.layout)
+        self._hosted, layout = region.layout.host_blocks > 0, region.layout
+        self._blocks = layout.host_blocks or layout.num_blocks
+        self._free = kept_free(layout, self._blocks)
+        self._next_count = 0.0
         self._next_look = 0.0
         self._arrays = index.arrays
         self._late = late
         self._next = 0.0  # time of the next exchange
         self.archived: Array = np.empty(0, dtype=np.int64)
         """Numbers of segments in an archive, from where nothing comes back: no write waits for a store."""
+
+    @property
+    def _keep(self) -> Keep:
+        """Which trajectories stay in memory now."""
+        return kept_now(self._arrays, self._given)
 
     def _coldness(self, slots: Array, sequences: Array, generations: Array) -> Array:
         return coldest_first(self._arrays, self._given, slots, sequences, generations)
@@ -128,7 +144,15 @@ class Spiller:
 
     def missing(self) -> int:
         """Number of blocks to take from trajectories; 0 while enough are free. Takes no lock."""
-        counters, blocks = self._arrays.counters, self._arrays.num_blocks
+        counters, blocks = self._arrays.counters, self._blocks
+        memory = self._region.device_memory
+        if self._hosted:
+            now, wanted = time.monotonic(), 0 if memory is None else memory.wanted
+            if not wanted and now < self._next_count:
+                return 0
+            free = int((used_in_part(self._arrays)[:, LIVE] == 0).sum())
+            self._next_count = now + max(LOOK_SECONDS, 20 * (time.monotonic() - now))
+            return missing_blocks(self._free, blocks, free, wanted)
         free = int(counters[at.NUM_FREE_BLOCKS] + counters[at.RETIRED_BLOCKS])
         wanted = int(counters[at.WANTED_BLOCKS])
         return missing_blocks(self._free, blocks, free, wanted)
@@ -184,9 +208,11 @@ class Spiller:
         return self.missing() > 0 or short or wanted or self._exchange_is_due()
 
     def _exchange_is_due(self) -> bool:
-        # The newest stay the newest: what is added makes the others colder.
+        # The newest stay the newest: what is added makes the others colder. Below a GPU nothing moves back.
+        if self._hosted:
+            return False
         spilled = self._arrays.counters[at.NUM_SPILLED] > 0
-        return kept_now(self._arrays, self._given) in ("oldest", "priority") and bool(spilled) and time.monotonic() >= self._next
+        return self._keep in ("oldest", "priority") and bool(spilled) and time.monotonic() >= self._next
 
     def move(self, table: Table) -> int:
         """`spill`, or exchange trajectories if no blocks are missing and it is time to.
@@ -214,8 +240,8 @@ class Spiller:
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
         block_bytes = table._engine.region.layout.block_bytes
-        total, inside = arrays.num_blocks - self._free, extent[:, 1] >= 0
-        used = arrays.num_blocks - int(
+        total, inside = self._blocks - self._free, extent[:, 1] >= 0
+        used = self._blocks - int(
             arrays.counters[at.NUM_FREE_BLOCKS] + arrays.counters[at.RETIRED_BLOCKS]
         )
         if (
@@ -245,7 +271,7 @@ class Spiller:
         """
         missing, missing_bytes = self.missing(), self._missing_bytes()
         if not missing:
-            self._arrays.counters[at.WANTED_BLOCKS] = 0
+            self._forget_wanted()
         if not missing and not missing_bytes:
             return 0
         arrays = self._arrays
@@ -254,6 +280,8 @@ class Spiller:
         )  # before the states: a slot that is reused meanwhile is skipped
         sequences = arrays.sequence.copy()
         slots = np.flatnonzero((arrays.state == READY) & (arrays.extent[:, 1] >= 0))
+        if self._hosted:  # what is on the GPU leaves by way of host memory
+            slots = slots[arrays.levels(arrays.extent[slots, 1]) == 2]
         slots = slots[are_current(arrays, slots)]
         slots = slots[self._coldness(slots, sequences, generations)]
         if self._late:  # those of which a column is filled later last: it is filled in memory
@@ -272,10 +300,15 @@ class Spiller:
             return -1
         if missing_bytes:
             arrays.tier_counts[WANTED_BYTES] = 0
+        self._next_count = 0.0
         missing = self.missing()
         if not missing:
-            arrays.counters[at.WANTED_BLOCKS] = 0
+            self._forget_wanted()
         return missing or int(freed < missing_bytes)
+
+    def _forget_wanted(self) -> None:
+        if not self._hosted:  # else they are wanted of the GPU's memory
+            self._arrays.counters[at.WANTED_BLOCKS] = 0
 
 
 def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:

@@ -412,6 +412,7 @@ class Table:
         on_full: OnFull | None = None,
         progress: bool = False,
         device: str | torch.device | None = None,
+        host: int | str | None = None,
     ) -> Table:
         """Create a table from a checkpoint.
 
@@ -433,6 +434,7 @@ class Table:
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
             device: as for `create`, whatever the saved table was. Read by way of host memory, 256 MiB at a time.
+            host: as for `create`, with `max_blocks` as the blocks on the GPU. The newest trajectories are read there.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged or of another version or schema; or it does not fit
@@ -451,6 +453,7 @@ class Table:
             on_full=on_full,
             progress=progress,
             device=device,
+            host=host,
         )
         table: Table = provided("load")(cls, path_or_address(path), options)
         return table
@@ -472,6 +475,7 @@ class Table:
         on_full: OnFull | None = None,
         progress: bool = False,
         device: str | torch.device | None = None,
+        host: int | str | None = None,
     ) -> Table:
         """Create a table from what `create(disk=)` has written last, and go on writing into the same directory.
 
@@ -486,7 +490,7 @@ class Table:
             schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, payload, on_full, progress: as
                 for `load`. With `Disk.size` the memory is by default that of the saved table.
             memory: in place of `max_blocks`, as for `create`.
-            device: as for `load`.
+            device: as for `load`. host: as for `create`.
 
         Raises:
             CheckpointError: as `load`; or the directory is in use, holds links, or cannot be written.
@@ -505,6 +509,7 @@ class Table:
             on_full=on_full,
             progress=progress,
             device=device,
+            host=host,
         )
         table: Table
         disk = disk if isinstance(disk, Disk) else Disk(disk)

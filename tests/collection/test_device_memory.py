@@ -164,7 +164,8 @@ class Program:
             self.choose.choice(actions + [self.move] * self.tiered)()
         self.save()
         self.table.check_valid()
-        self.moved = self.table.stats().host_part_bytes
+        stats = self.table.stats()
+        self.moved, self.spilled = stats.host_part_bytes, stats.num_spilled
         found = [self.table[slot] for slot in self.table.indices().tolist()]
         self.table.close()
         if self.tiered:
@@ -174,8 +175,12 @@ class Program:
         move(self.table, np.random.default_rng(self.choose.randrange(1 << 30)))
 
     def recover(self, expected: list[dict[str, torch.Tensor]]) -> None:
-        for device, size in ((DEVICE, "1GiB"), (None, "1GiB"), (DEVICE, None)):
-            with gear.Table.recover(gear.Disk(self.path / "tier", size=size), device=device) as table:
+        with_host = {"host": "1MiB", "max_blocks": 40}
+        kinds: list[tuple[Any, Any, dict[str, Any]]] = [(DEVICE, "1GiB", {}), (None, "1GiB", {}), (DEVICE, None, {})]
+        kinds += [(DEVICE, "1GiB", {"host": 60_000}), (DEVICE, None, with_host)]
+        for device, size, more in kinds:
+            disk = gear.Disk(self.path / "tier", size=size)
+            with gear.Table.recover(disk, device=device, **more) as table:
                 assert table._engine.device == device
                 assert len(table) == len(expected)
                 for slot, values in zip(table.indices().tolist(), expected, strict=True):
@@ -232,10 +237,13 @@ class Program:
         self.remove()
         self.extend()
         self.table.save(self.path / "saved")  # a second round, of what is new
-        for device in (None, DEVICE):
-            with gear.Table.load(self.path / "saved", device=device, block_steps=5) as loaded:
+        with_host = {"host": "1MiB", "max_blocks": 12}
+        for device, more in ((None, {}), (DEVICE, {}), (DEVICE, with_host)):
+            with gear.Table.load(self.path / "saved", device=device, block_steps=5, **more) as loaded:
                 assert loaded._engine.device == device
                 assert len(loaded) == len(self.table)
+                stats = loaded.stats()
+                assert (stats.host_part_bytes > 0) == (bool(more) and stats.blocks_in_use > 12)
                 for one, other in zip(loaded.indices().tolist(), self.table.indices().tolist(), strict=True):
                     for name, values in self.table[other].items():
                         assert torch.equal(loaded[one][name], values)
