@@ -196,7 +196,7 @@ class Allocator:
             f"The table is full: {what} ({blocks:,} {'block' if blocks == 1 else 'blocks'} of {index.block_steps}) "
             f"to be added to {int(counters[at.NUM_READY]):,} of at most {index.num_slots:,} trajectories"
             f"{unfinished}, {int(counters[at.NUM_STEPS] + counters[at.WRITING_STEPS]):,} of {index.max_steps:,} steps "
-            f"and {index.num_blocks - int(counters[at.NUM_FREE_BLOCKS]):,} of {index.num_blocks:,} blocks. {remedy}"
+            f"and {index.writable_blocks - int(counters[at.NUM_FREE_BLOCKS]):,} of {index.writable_blocks:,} blocks. {remedy}"
         )
 
     def _tier_remedy(self) -> str:

@@ -211,9 +211,9 @@ def check_room(table: Engine, n: int, each: int, held: int, what: str, remedy: s
     """Raise SchemaError unless the table has room for n environments with `each` trajectories of so many steps."""
     layout, count = table.region.layout, n * each
     blocks = count * -(-held // layout.block_steps)
-    if count > layout.max_trajectories or blocks > layout.num_blocks or count * held > layout.max_steps:
+    if count > layout.max_trajectories or blocks > layout.writable_blocks or count * held > layout.max_steps:
         raise SchemaError(
             f"{n:,} environments with {what} hold {count:,} trajectories, {count * held:,} steps and {blocks:,} blocks "
             f"at a time, {each} each; the table has {layout.max_trajectories:,}, {layout.max_steps:,} and "
-            f"{layout.num_blocks:,}. Create the table larger, or {remedy}."
+            f"{layout.writable_blocks:,}. Create the table larger, or {remedy}."
         )

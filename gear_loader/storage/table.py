@@ -755,7 +755,7 @@ class Table:
             SchemaError: as `writer`, or invalid sizes.
         """
         count, layout = at_least("n", n), self._engine.region.layout
-        most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
+        most = min(layout.max_trajectories, layout.writable_blocks, layout.max_steps)
         chosen = None if device is None else device_of(device)
         has_blocks = self._engine.device is None or self._engine.region.device_memory is not None
         if self._engine.device not in (None, chosen) or not has_blocks:
@@ -763,7 +763,7 @@ class Table:
         if count > most:
             raise SchemaError(
                 f"n is {count:,}; expected at most {most:,}, as each environment writes into a slot and a block of "
-                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
+                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.writable_blocks:,} blocks "
                 f"and {layout.max_steps:,} steps. Create the table larger."
             )
         if device is not None:
