@@ -175,12 +175,24 @@ class HostPart:
         count = int(np.searchsorted(ends, len(free), "right"))
         if not count:
             return None, evicted, bool(total) and not self._is_leaving()
-        slots, blocks, into = slots[:count], blocks[:count], free[: int(ends[count - 1])].astype(np.int32)
-        ids = self._recovery.locked(lambda: self._blocks_of(slots, generations[slots], blocks))
+        slots = slots[:count]
+        moves = self._send(memory, slots, generations[slots], blocks[:count], free[: int(ends[count - 1])])
+        return moves, evicted or moves is None, False  # if some have gone, look again
+
+    def _send(
+        self, memory: DeviceMemory, slots: Array, generations: Array, blocks: Array, into: Array
+    ) -> _Moves | None:
+        """Queue copies of trajectories in the GPU's memory; None, having done nothing, if some are not there.
+
+        Args:
+            blocks: int64 [n], how many each has. into: free blocks of the host part, for all of them.
+        """
+        into = into.astype(np.int32)
+        ids = self._recovery.locked(lambda: self._blocks_of(slots, generations, blocks))
         if ids is None:
-            return None, True, False  # some have gone: look again
-        arrived = memory.copy_out(ids, self._region.host_blocks, into - np.int32(arrays.writable_blocks))
-        return _Moves(slots, generations[slots], blocks, into, arrived), evicted, False
+            return None
+        arrived = memory.copy_out(ids, self._region.host_blocks, into - np.int32(self._arrays.writable_blocks))
+        return _Moves(slots, generations, blocks, into, arrived)
 
     def _blocks_of(self, slots: Array, generations: Array, blocks: Array) -> Array | None:
         """Blocks of trajectories in the GPU's memory, int32; None if some are not there. The caller holds the lock."""

@@ -19,7 +19,7 @@ from source_conformance import SCHEMA, TRAJECTORIES, SourceConformance
 from streams.cuda import Cuda
 from streams.machine import Policy
 from test_batches_of_sources import SIZES, of_table
-from tier_common import move, spill, tier_at
+from tier_common import move, move_out, spill, tier_at
 from tier_common import promote as move_back
 
 import gear_loader as gear
@@ -84,6 +84,21 @@ class TestSourceWithDisk(TestSource):
         return source, slots
 
 
+class TestSourceWithHost(TestSource):
+    """Half of it lies in host memory."""
+
+    def make(self, trajectories: list[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Any, np.ndarray]:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(device_memory, "STAGING_BYTES", 12_000)
+        stack.enter_context(stand_in())
+        table = stack.enter_context(on_gpu(max_blocks=400, host="1MiB"))
+        slots = table.extend(trajectories)
+        assert move_out(table, slots[::2]) == len(slots[::2])
+        source = table._engine.tier_reader()
+        source.schema = Schema(SCHEMA)  # type: ignore[attr-defined]
+        return source, slots
+
+
 class TestTable(BatchConformance):
     @pytest.fixture(params=mostly_long(("gpu", "cpu", "staged"), "gpu", sample=2))
     def mover(self, request: Any) -> Iterator[str]:
@@ -97,6 +112,16 @@ class TestTable(BatchConformance):
 
     def make(self, stack: contextlib.ExitStack, *, packed: bool) -> Made:
         return of_table(stack.enter_context(on_gpu(packed=packed)), stack)
+
+
+class TestTableWithHost(TestTable):
+    """Half of the rows lie in host memory."""
+
+    def make(self, stack: contextlib.ExitStack, *, packed: bool) -> Made:
+        table = stack.enter_context(on_gpu(packed=packed, max_blocks=400, host="1MiB"))
+        made = of_table(table, stack)
+        assert move_out(table, [0, 2, 4, 6]) == 4
+        return made
 
 
 # ---------------------------------------------------------------- random programs
@@ -147,6 +172,8 @@ class Program:
         }
         packed = {"windows": gear.Whole(), "layout": "packed"}
         samplers = [gear.Uniform(), gear.Uniform(unit="step"), gear.Prioritized(0.7), gear.TopK()]
+        if hosted:
+            samplers.append(gear.Prioritized(0.7, unit="step"))
         self.data = [
             gear.ReplayDataset(self.table, batch_size=7, sampler=sampler, device=device, **options)
             for device in ("cpu", DEVICE)
