@@ -42,7 +42,14 @@ from gear_loader.storage.tier_counts import (
     PROMOTED_BYTES,
     WANTED_BYTES,
 )
-from gear_loader.storage.tier_swaps import coldest_first, coldness, exchange, kept_free, kept_now, missing_blocks
+from gear_loader.storage.tier_swaps import (
+    coldest_first,
+    coldness,
+    exchange,
+    kept_free,
+    kept_now,
+    missing_blocks,
+)
 from gear_loader.utils.arrays import Array, data_address
 
 LARGEST_BYTES = 8 << 20
@@ -241,9 +248,7 @@ class Spiller:
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
         block_bytes = table._engine.region.layout.block_bytes
         total, inside = self._blocks - self._free, extent[:, 1] >= 0
-        used = self._blocks - int(
-            arrays.counters[at.NUM_FREE_BLOCKS] + arrays.counters[at.RETIRED_BLOCKS]
-        )
+        used = self._blocks - int(arrays.counters[at.NUM_FREE_BLOCKS] + arrays.counters[at.RETIRED_BLOCKS])
         if (
             0 < used < (whole := int(blocks[inside].sum()))
         ):  # trajectories share some: each counts with its part

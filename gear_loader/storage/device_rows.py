@@ -93,13 +93,17 @@ class DeviceRows:
         size = self._layout.block_steps
         blocks = -(-(first + counts) // size) - first // size
         span = np.repeat(np.arange(len(first)), blocks)
-        begins = (np.arange(len(ids)) - np.repeat(np.cumsum(blocks) - blocks, blocks) + first[span] // size) * size
+        begins = (
+            np.arange(len(ids)) - np.repeat(np.cumsum(blocks) - blocks, blocks) + first[span] // size
+        ) * size
         low = np.maximum(begins, first[span])
         steps = np.minimum(begins + size, (first + counts)[span]) - low
         for names in outs.values():
             for name, addresses in names.items():
                 into = addresses[span] + (low - first[span]) * self._layout.columns[name].step_bytes
-                copying.copy_spans(self._region.column_place(name), ids * np.int64(size) + low - begins, steps, into)
+                copying.copy_spans(
+                    self._region.column_place(name), ids * np.int64(size) + low - begins, steps, into
+                )
 
     def count_hits(self, rows: int) -> None:
         """See `gear_loader.storage.disk.TierReader.count_hits`."""

@@ -191,7 +191,9 @@ class HostPart:
         ids = self._recovery.locked(lambda: self._blocks_of(slots, generations, blocks))
         if ids is None:
             return None
-        arrived = memory.copy_out(ids, self._region.host_blocks, into - np.int32(self._arrays.writable_blocks))
+        arrived = memory.copy_out(
+            ids, self._region.host_blocks, into - np.int32(self._arrays.writable_blocks)
+        )
         return _Moves(slots, generations, blocks, into, arrived)
 
     def _blocks_of(self, slots: Array, generations: Array, blocks: Array) -> Array | None:

@@ -403,7 +403,9 @@ class Layout:
             "block_steps": LARGEST_SIZE,
             "num_blocks": LARGEST_COUNT,
         }
-        expected = sorted([*sizes, "packed", "payload", "prefixes", "schema", "rules", "tier", "device", "host_blocks"])
+        expected = sorted(
+            [*sizes, "packed", "payload", "prefixes", "schema", "rules", "tier", "device", "host_blocks"]
+        )
         if not isinstance(fields, dict) or sorted(fields) != expected:
             raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
         for key, largest in sizes.items():
@@ -429,7 +431,9 @@ class Layout:
         host_blocks = fields["host_blocks"]
         most = 0 if device is None else fields["num_blocks"] - 1
         if type(host_blocks) is not int or not 0 <= host_blocks <= most:
-            raise SchemaError(f"host_blocks is {reprlib.repr(host_blocks)}; expected an integer from 0 to {most:,}")
+            raise SchemaError(
+                f"host_blocks is {reprlib.repr(host_blocks)}; expected an integer from 0 to {most:,}"
+            )
         if not isinstance(fields["rules"], dict):
             raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
         schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])

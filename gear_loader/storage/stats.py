@@ -131,7 +131,9 @@ class TableStats:
     def _level_lines(self) -> list[str]:
         if not self.device_bytes and not self.host_part_bytes:
             return []
-        return [f"{'on the GPU':<14}{self.device_bytes:>16,} B, in host memory below {self.host_part_bytes:,} B"]
+        return [
+            f"{'on the GPU':<14}{self.device_bytes:>16,} B, in host memory below {self.host_part_bytes:,} B"
+        ]
 
     def _value_lines(self) -> list[str]:
         if not self.value_reserved_bytes:

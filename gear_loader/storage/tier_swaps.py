@@ -55,7 +55,9 @@ def kept_now(arrays: IndexArrays, keep: Keep) -> Keep:
     return KEEPS[wished - 1] if keep == "auto" and 0 < wished <= len(KEEPS) else keep
 
 
-def coldest_first(arrays: IndexArrays, keep: Keep, slots: Array, sequences: Array, generations: Array) -> Array:
+def coldest_first(
+    arrays: IndexArrays, keep: Keep, slots: Array, sequences: Array, generations: Array
+) -> Array:
     """`coldness` of trajectories, by their latest priorities; of all slots sequences and generations."""
     given = arrays.tier_priority[slots], generations[slots], arrays.priority[slots]
     return coldness(kept_now(arrays, keep), sequences[slots], unpack_priorities(*given))

@@ -203,7 +203,11 @@ class Program:
 
     def recover(self, expected: list[dict[str, torch.Tensor]]) -> None:
         with_host = {"host": "1MiB", "max_blocks": 40}
-        kinds: list[tuple[Any, Any, dict[str, Any]]] = [(DEVICE, "1GiB", {}), (None, "1GiB", {}), (DEVICE, None, {})]
+        kinds: list[tuple[Any, Any, dict[str, Any]]] = [
+            (DEVICE, "1GiB", {}),
+            (None, "1GiB", {}),
+            (DEVICE, None, {}),
+        ]
         kinds += [(DEVICE, "1GiB", {"host": 60_000}), (DEVICE, None, with_host)]
         for device, size, more in kinds:
             disk = gear.Disk(self.path / "tier", size=size)

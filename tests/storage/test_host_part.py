@@ -170,7 +170,9 @@ def test_a_full_table_evicts_by_its_policy(on_full: Any) -> None:
 
 def test_a_full_table_without_a_policy_says_so() -> None:
     with stand_in(), make(host=8 * BLOCK_BYTES, timeout=0.05) as table:
-        with pytest.raises(TableFullError, match=r"16 of 16 blocks.* on cuda:1 is full, and so is .*: 8 blocks"):
+        with pytest.raises(
+            TableFullError, match=r"16 of 16 blocks.* on cuda:1 is full, and so is .*: 8 blocks"
+        ):
             for number in range(40):
                 table.add(rows(number))
         check(table, list(range(len(table))))
@@ -235,7 +237,9 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match="host is '1MiB' without max_blocks; expected both"):
             gear.Table.load(tmp_path / "saved", device=DEVICE, host="1MiB")
         given: dict[str, Any] = {"device": DEVICE, "max_blocks": 4}
-        with pytest.raises(CheckpointError, match="8 trajectories, and 4 of them fit neither into 4 blocks on cuda:1"):
+        with pytest.raises(
+            CheckpointError, match="8 trajectories, and 4 of them fit neither into 4 blocks on cuda:1"
+        ):
             gear.Table.load(tmp_path / "saved", **given, host=4 * BLOCK_BYTES)
         with gear.Table.load(tmp_path / "saved", **given, host=12 * BLOCK_BYTES) as loaded:
             check(loaded, list(range(8)))
@@ -253,11 +257,17 @@ def test_what_is_refused() -> None:
         ):
             with pytest.raises(SchemaError, match=expected):
                 make(**{"host": "1MiB", **options})
-        with make(host=4 * BLOCK_BYTES) as table, pytest.raises(SchemaError, match="at most 16.* memory and host: it"):
+        with (
+            make(host=4 * BLOCK_BYTES) as table,
+            pytest.raises(SchemaError, match="at most 16.* memory and host: it"),
+        ):
             table.add(rows(1, 17))
         cuda.refuse_pinning = True
         before = region_names()
         for name in (None, fresh_name()):
-            with cuda.serving_blocks(), pytest.raises(RegionError, match="in the memory of cuda:1 cannot be pinned"):
+            with (
+                cuda.serving_blocks(),
+                pytest.raises(RegionError, match="in the memory of cuda:1 cannot be pinned"),
+            ):
                 make(name=name)
         assert region_names() == before
