@@ -169,8 +169,8 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
     blocks, payload = sizes.pop("max_blocks"), sizes.pop("payload") or None
     if options.host is not None and tier is None and options.memory is None and given["max_blocks"] is None:
         raise SchemaError(
-            f"host is {options.host!r} without max_blocks; expected both: max_blocks is how many blocks the GPU's memory has, "
-            f"and all trajectories take {blocks:,}."
+            f"host is {options.host!r} without max_blocks; expected both: max_blocks is how many blocks the GPU's "
+            f"memory has, and all trajectories take {blocks:,}."
         )
     if options.memory is not None:
         blocks = None
@@ -203,9 +203,9 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
             inside = levels_of(layout, share.records, "newest")
             if not inside.all():
                 raise UnfitError(
-                    f"{directory.path} holds {len(inside):,} trajectories, and {int((inside == 0).sum()):,} of them fit "
-                    f"neither into {layout.writable_blocks:,} blocks on {layout.device} nor into {layout.host_blocks:,} of "
-                    "host memory (host). Load it with larger ones."
+                    f"{directory.path} holds {len(inside):,} trajectories, and {int((inside == 0).sum()):,} of them "
+                    f"fit neither into {layout.writable_blocks:,} blocks on {layout.device} nor into "
+                    f"{layout.host_blocks:,} of host memory (host). Load it with larger ones."
                 )
         elif options.disk is not None and tier is not None:
             (part,) = share.parts

@@ -43,6 +43,7 @@ from gear_loader.storage.tier_counts import (
     WANTED_BYTES,
 )
 from gear_loader.storage.tier_swaps import (
+    FREE_BYTES,
     coldest_first,
     coldness,
     exchange,
@@ -159,6 +160,8 @@ class Spiller:
                 return 0
             free = int((used_in_part(self._arrays)[:, LIVE] == 0).sum())
             self._next_count = now + max(LOOK_SECONDS, 20 * (time.monotonic() - now))
+            if memory is not None and free >= wanted:
+                memory.wanted = 0
             return missing_blocks(self._free, blocks, free, wanted)
         free = int(counters[at.NUM_FREE_BLOCKS] + counters[at.RETIRED_BLOCKS])
         wanted = int(counters[at.WANTED_BLOCKS])

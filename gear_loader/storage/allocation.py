@@ -80,10 +80,10 @@ class Allocator:
         self.writers: weakref.WeakSet[OpenWriter] = weakref.WeakSet()
         self.host_part: HostPart | None = None
 
-    def look_ahead(self) -> None:
+    def look_ahead(self, evict: int) -> None:
         """Begin to make room in a GPU's memory, before it is needed. Waits for nothing."""
         if self.host_part is not None:
-            self.host_part.look_ahead()
+            self.host_part.look_ahead(evict)
 
     def obtain(
         self,
@@ -109,7 +109,7 @@ class Allocator:
         """
         backoff: Backoff | None = None
         stuck = ""  # why the host part cannot make room
-        self.look_ahead()
+        self.look_ahead(evict)
 
         def try_all() -> tuple[int, str]:
             self._admission.expire()
@@ -196,7 +196,8 @@ class Allocator:
             f"The table is full: {what} ({blocks:,} {'block' if blocks == 1 else 'blocks'} of {index.block_steps}) "
             f"to be added to {int(counters[at.NUM_READY]):,} of at most {index.num_slots:,} trajectories"
             f"{unfinished}, {int(counters[at.NUM_STEPS] + counters[at.WRITING_STEPS]):,} of {index.max_steps:,} steps "
-            f"and {index.writable_blocks - int(counters[at.NUM_FREE_BLOCKS]):,} of {index.writable_blocks:,} blocks. {remedy}"
+            f"and {index.writable_blocks - int(counters[at.NUM_FREE_BLOCKS]):,} of {index.writable_blocks:,} blocks. "
+            f"{remedy}"
         )
 
     def _tier_remedy(self) -> str:

@@ -1,9 +1,9 @@
 """Moving trajectories out of a GPU's memory into the table's part of pinned host memory.
 
-Only the process that has the blocks on the GPU adds to such a table, so it makes room itself, without a thread: when few
-blocks are free, an addition queues copies of the coldest trajectories, and a later one publishes them, when they have
-arrived. It waits for them only if no block is left. A trajectory that is gone by then is skipped: what was copied of it
-is nobody's. Blocks of the part are handed out here; those that no trajectory has are free.
+Only the process that has the blocks on the GPU adds to such a table, so it makes room itself, without a thread: when
+few blocks are free, an addition queues copies of the coldest trajectories, and a later one publishes them, when they
+have arrived. It waits for them only if no block is left. A trajectory that is gone by then is skipped: what was copied
+of it is nobody's. Blocks of the part are handed out here; those that no trajectory has are free.
 """
 
 from __future__ import annotations
@@ -67,13 +67,21 @@ class HostPart:
         self._arrays, self._recovery, self._region = arrays, recovery, region
         self._move_out, self._evict = move_out, evict
         self._free = kept_free(region.layout, arrays.writable_blocks)
+        self._stuck = -1  # epoch in which nothing could be moved
 
-    def look_ahead(self) -> None:
-        """Publish what has arrived, and queue copies if few blocks are free. Waits for nothing."""
+    def look_ahead(self, evict: int) -> None:
+        """Publish what has arrived, and queue copies if few blocks are free. Waits for nothing.
+
+        Args:
+            evict: as of `Index.begin`. A full table is evicted from ahead of need, too.
+        """
         memory = self._region.device_memory
-        if memory is not None and (memory.moves is not None or self._missing()):
-            with contextlib.suppress(RegionError):  # no memory for copies: there is room still
-                self._alone(memory, functools.partial(self._advance, memory, REFUSE, waits=False), 0.0)
+        if memory is None:
+            return
+        if memory.moves is None and (self._stuck == self._arrays.counters[at.EPOCH] or not self._missing()):
+            return
+        with contextlib.suppress(RegionError):  # no memory for copies: there is room still
+            self._alone(memory, functools.partial(self._advance, memory, evict, waits=False), 0.0)
 
     def make_room(self, evict: int, wait: bool) -> str | None:
         """Move trajectories out of the GPU's memory, or evict some from a table that is full. Waits for the GPU.
@@ -128,8 +136,10 @@ class HostPart:
             return True, False
         if changed or memory.moves is not None:
             return changed, False
-        moves, evicted, full = self._begin(memory, missing, evict if waits else REFUSE)
+        moves, evicted, full = self._begin(memory, missing, evict)
         memory.moves = moves
+        if moves is None and not evicted:
+            self._stuck = int(self._arrays.counters[at.EPOCH])
         return (self._publish(memory, waits) if waits else False) or evicted, full
 
     def _publish(self, memory: DeviceMemory, waits: bool) -> bool:
@@ -167,7 +177,7 @@ class HostPart:
         if total > len(free):
             memory.wanted = total
             if evict != REFUSE and arrays.tier is None:
-                evicted = self._evict_for(total - len(free), evict)
+                evicted = self._evict_for(missing, total - len(free), evict)
                 self._reclaim()
                 free = self._free_in_part()
         else:
@@ -219,8 +229,8 @@ class HostPart:
         uses = used_in_part(self._arrays)
         return bool(((uses[:, LIVE] == 0) & (uses[:, ALL] > 0)).any())
 
-    def _evict_for(self, short: int, evict: int) -> bool:
-        """Evict trajectories until so many blocks of the part, or those that a writer waits for, will be free."""
+    def _evict_for(self, missing: int, short: int, evict: int) -> bool:
+        """Evict trajectories until `missing` blocks on the GPU, or `short` ones of the part, will be free."""
         arrays = self._arrays
         uses = used_in_part(arrays)
         short -= int(((uses[:, LIVE] == 0) & (uses[:, ALL] > 0)).sum())
@@ -230,11 +240,9 @@ class HostPart:
         keep: Keep = "priority" if evict == EVICT_LOWEST else "newest"
         slots = slots[coldness(keep, arrays.sequence[slots], arrays.priority[slots])]
         levels, blocks = arrays.levels(arrays.extent[slots, 1]), arrays.blocks_at(slots)
-        counters = arrays.counters
-        here = int(counters[at.WANTED_BLOCKS] - counters[at.NUM_FREE_BLOCKS] - counters[at.RETIRED_BLOCKS])
         counts = [
             int(np.searchsorted(np.cumsum(np.where(levels == level, blocks, 0)), needed))
-            for level, needed in ((1, max(1, here)), (2, short))
+            for level, needed in ((1, missing), (2, short))
         ]
         steps = int(arrays.extent[slots[: min(counts) + 1], 0].sum())
         return bool(steps) and self._evict(steps, evict) > 0

@@ -555,7 +555,7 @@ class Index:
         one_by_one |= inserts and self.arrays.rules.rate_limiter is not None
         while True:
             if not one_by_one:
-                self.allocator.look_ahead()
+                self.allocator.look_ahead(evict)
                 self.allocator.look_for_dead_writers()
                 answer = self.recovery.lock.run(change, chosen, at)
                 if answer == DONE:

@@ -278,7 +278,7 @@ class Layout:
         self.block_bytes = 0
         """Bytes of one block over all columns, padding included."""
         base = end = offset
-        here = num_blocks if not host_blocks else host_blocks  # blocks that lie one after another
+        here = host_blocks or num_blocks  # blocks that lie one after another
         shared = 0  # bytes of a block of records
         if self.record is not None:
             shared = self.block_bytes = round_up(self.record.bytes * block_steps, self.record.block_unit)

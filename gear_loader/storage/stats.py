@@ -41,8 +41,8 @@ class TableStats:
         promoted_bytes: bytes of trajectories that were brought back into memory.
         disk_wait: share of the time that batches were read from disk, over ten seconds, in the process that waited most
             in the last minute. From 0.7 on the disk is too slow for the loop, and ``str()`` says so.
-        device_bytes, host_part_bytes: bytes of the blocks in use in a GPU's memory, and in the part of host memory below
-            (``Table.create(device=, host=)``), of `resident_bytes`; 0 of other tables. `spilled_bytes` lie below both.
+        device_bytes, host_part_bytes: bytes of the blocks in use in a GPU's memory, and in the part of host memory
+            below (``Table.create(device=, host=)``), of `resident_bytes`; 0 of other tables. `spilled_bytes` lie below.
         value_bytes: bytes of the ragged values of live trajectories in memory, part of `payload_bytes`.
         value_resident_bytes: bytes of the memory of ragged values in use, with headers, padding, unfinished and retired
             trajectories, part of `resident_bytes`. value_reserved_bytes: all of it, `Memory.payload`.

@@ -763,8 +763,8 @@ class Table:
         if count > most:
             raise SchemaError(
                 f"n is {count:,}; expected at most {most:,}, as each environment writes into a slot and a block of "
-                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.writable_blocks:,} blocks "
-                f"and {layout.max_steps:,} steps. Create the table larger."
+                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.writable_blocks:,} "
+                f"blocks and {layout.max_steps:,} steps. Create the table larger."
             )
         if device is not None:
             if overlap_steps or commit_every_step:

@@ -65,8 +65,8 @@ def table_layout(
         byte_count("host", host)
         if device is None:
             raise SchemaError(
-                f"host is {shown(host)}, and the blocks are not in the memory of a GPU: then host memory is memory. Give "
-                "device, such as 'cuda', or leave host out."
+                f"host is {shown(host)}, and the blocks are not in the memory of a GPU: then all of them are in host "
+                "memory. Give device, such as 'cuda', or leave host out."
             )
         if memory.size is None and memory.max_blocks is None:
             raise SchemaError(
@@ -117,8 +117,8 @@ def _host_blocks(schema: Schema, host: Any, most: int, options: dict[str, Any]) 
     size = Layout(schema, num_blocks=1, **options).block_bytes
     if count < size:
         raise SchemaError(
-            f"host is {shown(host)}, {count:,} bytes, and one block of {options['block_steps']} steps takes {size:,}. Raise "
-            "it, or leave it out."
+            f"host is {shown(host)}, {count:,} bytes, and one block of {options['block_steps']} steps takes {size:,}. "
+            "Raise it, or leave it out."
         )
     return min(count // size, most)
 

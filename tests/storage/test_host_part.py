@@ -20,6 +20,7 @@ import gear_loader as gear
 from gear_loader.errors import CheckpointError, RegionError, SchemaError, TableFullError
 from gear_loader.storage import tier_swaps
 from gear_loader.storage.counters import NUM_FREE_BLOCKS
+from gear_loader.storage.operations.view import REFUSE
 from gear_loader.storage.shared_memory import region_names
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
@@ -46,6 +47,11 @@ def make(blocks: int = 16, host: Any = 100 * BLOCK_BYTES, **options: Any) -> gea
 def rows(number: int, length: int = 7) -> dict[str, Any]:
     values = np.arange(length * 40, dtype=np.float32).reshape(length, 40) + 1000 * number
     return {"value": values, "number": number}
+
+
+def add(table: gear.Table, count: int) -> None:
+    for number in range(count):
+        table.add(rows(number))
 
 
 def check(table: gear.Table, numbers: list[int], length: int = 7) -> None:
@@ -94,17 +100,20 @@ def test_copies_are_queued_ahead_and_published_by_a_later_call() -> None:
     """On a device that does nothing before somebody waits for it."""
     with stand_in("latest") as cuda, make(blocks=64) as table:
         cuda.threads.frequency = 0.0
-        memory, numbers = table._engine.region.device_memory, list[int]()
+        memory, part = table._engine.region.device_memory, table._engine.index.allocator.host_part
         assert memory is not None
-        while memory.moves is None:
+        assert part is not None
+        numbers = list[int]()
+        while not part._missing():
             numbers.append(len(numbers))
             table.add(rows(numbers[-1]))
         assert table._engine.index.arrays.counters[NUM_FREE_BLOCKS] > 0
-        table._engine.index.allocator.look_ahead()
-        assert not memory.moves.arrived.query()
-        assert set(levels(table)) == {1}
+        for _ in range(3):
+            part.look_ahead(REFUSE)
+            assert not memory.moves.arrived.query()
+            assert set(levels(table)) == {1}
         torch.cuda.synchronize(DEVICE)
-        table._engine.index.allocator.look_ahead()
+        part.look_ahead(REFUSE)
         assert memory.moves is None
         assert levels(table).count(2) > 0
         check(table, numbers)
@@ -170,17 +179,14 @@ def test_a_full_table_evicts_by_its_policy(on_full: Any) -> None:
 
 def test_a_full_table_without_a_policy_says_so() -> None:
     with stand_in(), make(host=8 * BLOCK_BYTES, timeout=0.05) as table:
-        with pytest.raises(
-            TableFullError, match=r"16 of 16 blocks.* on cuda:1 is full, and so is .*: 8 blocks"
-        ):
-            for number in range(40):
-                table.add(rows(number))
+        expected = r"16 of 16 blocks.* on cuda:1 is full, and so is .*: 8 blocks"
+        with pytest.raises(TableFullError, match=expected):
+            add(table, 40)
         check(table, list(range(len(table))))
         assert len(table) == 12
     with stand_in(), make(host=8 * BLOCK_BYTES, on_full="wait", timeout=0.05) as table:
         with pytest.raises(TableFullError, match=r"timed out.*: the part of host memory below is full"):
-            for number in range(40):
-                table.add(rows(number))
+            add(table, 40)
         table.remove(table.indices()[:3])
         table.add(rows(77))
         check(table, [*range(3, 12), 77])
@@ -259,7 +265,7 @@ def test_what_is_refused() -> None:
                 make(**{"host": "1MiB", **options})
         with (
             make(host=4 * BLOCK_BYTES) as table,
-            pytest.raises(SchemaError, match="at most 16.* memory and host: it"),
+            pytest.raises(SchemaError, match=r"at most 16.* memory and host: it"),
         ):
             table.add(rows(1, 17))
         cuda.refuse_pinning = True
