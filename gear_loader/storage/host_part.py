@@ -67,7 +67,7 @@ class HostPart:
         self._arrays, self._recovery, self._region = arrays, recovery, region
         self._move_out, self._evict = move_out, evict
         self._free = kept_free(region.layout, arrays.writable_blocks)
-        self._stuck = -1  # epoch in which nothing could be moved
+        self._stuck = -1  # epoch in which the part was full
 
     def look_ahead(self, evict: int) -> None:
         """Publish what has arrived, and queue copies if few blocks are free. Waits for nothing.
@@ -138,7 +138,7 @@ class HostPart:
             return changed, False
         moves, evicted, full = self._begin(memory, missing, evict)
         memory.moves = moves
-        if moves is None and not evicted:
+        if full and not evicted:  # until something leaves
             self._stuck = int(self._arrays.counters[at.EPOCH])
         return (self._publish(memory, waits) if waits else False) or evicted, full
 

@@ -103,7 +103,8 @@ def test_copies_are_queued_ahead_and_published_by_a_later_call() -> None:
         memory, part = table._engine.region.device_memory, table._engine.index.allocator.host_part
         assert memory is not None
         assert part is not None
-        numbers = list[int]()
+        numbers = [0]
+        table.add(rows(0))
         while not part._missing():
             numbers.append(len(numbers))
             table.add(rows(numbers[-1]))
