@@ -129,13 +129,13 @@ class HostPart:
         Returns:
             Whether room was made; and whether the host part has none for what was to be moved.
         """
-        changed = self._publish(memory, waits)
+        if self._publish(memory, waits):
+            return True, False
         missing = self._missing()
         if not missing:
-            self._arrays.counters[at.WANTED_BLOCKS] = 0
             return True, False
-        if changed or memory.moves is not None:
-            return changed, False
+        if memory.moves is not None:
+            return False, False
         moves, evicted, full = self._begin(memory, missing, evict)
         memory.moves = moves
         if full and not evicted:  # until something leaves
@@ -151,6 +151,8 @@ class HostPart:
         done = self._move_out(moves.slots, moves.generations, moves.blocks, moves.ids)
         if done >= 0:  # else readers hold blocks of those before
             memory.moves = None
+        if done > 0:  # who needs more asks again
+            self._arrays.counters[at.WANTED_BLOCKS] = 0
         return done > 0
 
     def _begin(self, memory: DeviceMemory, missing: int, evict: int) -> tuple[_Moves | None, bool, bool]:
