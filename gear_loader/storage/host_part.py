@@ -179,7 +179,7 @@ class HostPart:
         if total > len(free):
             memory.wanted = total
             if evict != REFUSE and arrays.tier is None:
-                evicted = self._evict_for(missing, total - len(free), evict)
+                evicted = self._evict_for(total - len(free), evict)
                 self._reclaim()
                 free = self._free_in_part()
         else:
@@ -231,8 +231,11 @@ class HostPart:
         uses = used_in_part(self._arrays)
         return bool(((uses[:, LIVE] == 0) & (uses[:, ALL] > 0)).any())
 
-    def _evict_for(self, missing: int, short: int, evict: int) -> bool:
-        """Evict trajectories until `missing` blocks on the GPU, or `short` ones of the part, will be free."""
+    def _evict_for(self, short: int, evict: int) -> bool:
+        """Evict trajectories until so many blocks, on the GPU or in the part, will be free; return whether any were.
+
+        One on the GPU need not move any more, and one of the part has room for what moves.
+        """
         arrays = self._arrays
         uses = used_in_part(arrays)
         short -= int(((uses[:, LIVE] == 0) & (uses[:, ALL] > 0)).sum())
@@ -241,10 +244,6 @@ class HostPart:
         slots = np.flatnonzero(arrays.state == READY)
         keep: Keep = "priority" if evict == EVICT_LOWEST else "newest"
         slots = slots[coldness(keep, arrays.sequence[slots], arrays.priority[slots])]
-        levels, blocks = arrays.levels(arrays.extent[slots, 1]), arrays.blocks_at(slots)
-        counts = [
-            int(np.searchsorted(np.cumsum(np.where(levels == level, blocks, 0)), needed))
-            for level, needed in ((1, missing), (2, short))
-        ]
-        steps = int(arrays.extent[slots[: min(counts) + 1], 0].sum())
+        count = int(np.searchsorted(np.cumsum(arrays.blocks_at(slots)), short)) + 1
+        steps = int(arrays.extent[slots[:count], 0].sum())
         return bool(steps) and self._evict(steps, evict) > 0
