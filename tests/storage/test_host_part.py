@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import points
+from cases import mostly_long, points
 from streams.cuda import Cuda
 from streams.machine import Policy
 from table_common import Died, bury, fresh_name, mortal
@@ -71,7 +71,7 @@ def levels(table: gear.Table) -> list[int]:
     return arrays.levels(arrays.extent[table.indices(), 1]).tolist()
 
 
-@pytest.mark.parametrize("policy", ["random", "latest", "eager"])
+@pytest.mark.parametrize("policy", mostly_long(["random", "latest", "eager"], "latest"))
 def test_the_oldest_move_and_nothing_is_stored_twice(policy: Policy) -> None:
     with stand_in(policy), make() as table:
         layout, memory = table._engine.region.layout, table._engine.region.device_memory
