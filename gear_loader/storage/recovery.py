@@ -223,6 +223,10 @@ class Recovery:
         places = ranges(starts, index.blocks_at(used))
         taken = index.block_ids[places]
         assert ((taken >= 0) & (taken < index.num_blocks)).all(), "a block id is out of range"
+        owner = np.repeat(np.arange(len(used)), index.blocks_at(used))
+        hosted = np.bincount(owner[taken >= index.writable_blocks], minlength=len(used))
+        whole = (hosted == 0) | (hosted == index.blocks_at(used))
+        assert whole.all(), "a trajectory lies on a GPU and in host memory"
         begun = self._check_prefixes(used)
         own = ~np.isin(places, begun)
         self._check_sharing(taken[own], np.repeat(index.stream[used], index.blocks_at(used))[own])
