@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 from cases import mostly_long, points
+from dataset_common import on_host
 from streams.cuda import Cuda
 from streams.machine import Policy
 from table_common import Died, bury, fresh_name, mortal
-from tier_common import move_out
+from test_device_server import RETURNS, fill, same
+from tier_common import COLUMNS, move_out, tier_at
+from tier_common import SIZES as ROWS
 
 import gear_loader as gear
 from gear_loader.errors import CheckpointError, RegionError, SchemaError, TableFullError
@@ -160,6 +163,38 @@ def test_batches_read_the_part_in_place() -> None:
             counts = sample()
             assert counts["gather"] == launches  # of steps, and of values per trajectory
             assert counts.get("place", 0) == 0
+
+
+SETS: dict[str, dict[str, Any]] = {
+    "n-step": {"windows": RETURNS},
+    "n-step by priority": {"windows": RETURNS, "sampler": gear.Prioritized(0.7, unit="step")},
+    "every": {"windows": {"number": gear.Window(3, -4, every=2), "value": gear.Window(2)}},
+    "packed": {"windows": gear.Whole(), "layout": "packed"},
+}
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_batches_are_those_of_a_table_with_a_disk(kind: str, tmp_path: Path) -> None:
+    """On the CPU and on the GPU, while trajectories move."""
+
+    def batches(table: gear.Table, device: Any) -> list[Any]:
+        given = {"batch_size": 8, "seed": 3, "device": device, "batches_per_epoch": 3, "prefetch": 0}
+        data = gear.ReplayDataset(table, **given, **SETS[kind])
+        return [on_host(batch) for batch in (*data, data.sample())]
+
+    memory, host = gear.Memory(max_blocks=400), {"device": DEVICE, "host": "1MiB"}
+    with (
+        stand_in("latest"),
+        gear.Table.create(COLUMNS, **ROWS, memory=memory, **tier_at(tmp_path)) as whole,
+        gear.Table.create(COLUMNS, **ROWS, memory=memory, **host) as table,
+    ):
+        fill(whole)
+        fill(table)
+        for step in range(3):
+            for device in ("cpu", DEVICE):
+                for one, other in zip(batches(table, device), batches(whole, "cpu"), strict=True):
+                    same(one, other)
+            move_out(table, table.indices()[step::2])
 
 
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])
