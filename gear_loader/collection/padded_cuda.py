@@ -287,10 +287,15 @@ class PaddedCuda(CudaMover):
 
         Returns:
             The parts, and whether each is of the host part; and the order that the rows had, int64 [n], None for this.
+
+        Raises:
+            CorruptTableError: blocks of a trajectory lie in both.
         """
         count, width, own = part.stop - part.start, ids.shape[1], table._engine.region.layout.writable_blocks
-        # The first block of a trajectory is the last one; without it, a window has a block in any case.
-        hosted = ids[:count, width - 1 if self.layout.reach.once else 0] >= own
+        of_part = ids[:count] >= own
+        hosted = of_part[:, 0]
+        if (of_part != hosted[:, None]).any():
+            raise table._engine.index.arrays.corrupt("a trajectory lies on a GPU and in host memory")
         here = count - int(hosted.sum())
         if here == count:
             return [(part, False)], None

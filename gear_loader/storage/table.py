@@ -194,7 +194,8 @@ class Table:
             SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
                 table differs.
             RegionError: the name is taken or invalid, there is not enough memory, ``huge_pages=True`` is not possible,
-                or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can replace tables.
+                `host` cannot be pinned, or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can
+                replace tables.
             CheckpointError: the directory of `disk` holds a table or other files, is in use, or cannot be written. No
                 table is left.
             ImportError: the package of a column's codec is not installed; the message names what to install.

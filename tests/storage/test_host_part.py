@@ -21,7 +21,7 @@ from tier_common import COLUMNS, move_out, tier_at
 from tier_common import SIZES as ROWS
 
 import gear_loader as gear
-from gear_loader.errors import CheckpointError, RegionError, SchemaError, TableFullError
+from gear_loader.errors import CheckpointError, CorruptTableError, RegionError, SchemaError, TableFullError
 from gear_loader.storage import tier_swaps
 from gear_loader.storage.counters import NUM_FREE_BLOCKS
 from gear_loader.storage.operations.view import REFUSE
@@ -195,6 +195,22 @@ def test_batches_are_those_of_a_table_with_a_disk(kind: str, tmp_path: Path) -> 
                 for one, other in zip(batches(table, device), batches(whole, "cpu"), strict=True):
                     same(one, other)
             move_out(table, table.indices()[step::2])
+
+
+def test_blocks_of_one_trajectory_in_both_are_found() -> None:
+    with stand_in(), make() as table:
+        table.add(rows(0))
+        move_out(table, [0])
+        arrays = table._engine.index.arrays
+        place = int(arrays.extent[0, 1]) + 1
+        before, arrays.block_ids[place] = int(arrays.block_ids[place]), 0
+        data = gear.ReplayDataset(table, batch_size=3, windows={"value": gear.Window(7)}, device=DEVICE)
+        with pytest.raises(CorruptTableError, match="a trajectory lies on a GPU and in host memory"):
+            data.sample()
+        with pytest.raises(AssertionError):
+            table.check_valid()
+        arrays.block_ids[place] = before
+        check(table, [0])
 
 
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])
