@@ -55,7 +55,8 @@ def owned(**options: Any) -> Iterator[gear.Table]:
                 yield table
             finally:
                 if table.name in region_names():
-                    gear.Table.attach(str(table.name)).unlink()
+                    with gear.Table.attach(str(table.name)) as left:
+                        left.unlink()
     cuda.check()
 
 
