@@ -71,18 +71,18 @@ class _PackedRows:
 
 
 def _by_level(rows: _PackedRows) -> list[_PackedRows]:
-    """Rows of a table, those of its host part apart, with the numbers of its blocks."""
+    """Rows of a table, those of its host part apart; the others get the numbers of blocks on the GPU."""
     assert rows.table is not None
     layout = rows.table._engine.region.layout
-    hosted = rows.pieces[:, PIECE_BLOCK] >= layout.writable_blocks
-    if not layout.host_blocks or not hosted.any():
+    if not layout.host_blocks:
         return [rows]
+    hosted = rows.pieces[:, PIECE_BLOCK] < layout.host_blocks
     parts = []
     for host in (False, True):
         chosen = hosted == host
         pieces = rows.pieces[chosen]
-        if host:
-            pieces[:, PIECE_BLOCK] -= layout.writable_blocks
+        if not host:
+            pieces[:, PIECE_BLOCK] -= layout.host_blocks
         count = int(chosen[: rows.num_pieces].sum())
         parts.append(dataclasses.replace(rows, pieces=pieces, num_pieces=count, host=host))
     return parts

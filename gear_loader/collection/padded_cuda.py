@@ -279,8 +279,8 @@ class PaddedCuda(CudaMover):
     def _by_level(
         self, table: Table, extent: Array, ids: Array, part: slice
     ) -> tuple[list[tuple[slice, bool]], Array | None]:
-        """Put index entries of rows in the GPU's memory before those of rows in the host part, which get the numbers
-        of its blocks.
+        """Put index entries of rows in the GPU's memory, which get the numbers of its blocks, before those of rows in
+        the host part.
 
         Args:
             extent, ids: of the rows, and perhaps more, as of `TierRows.resolve`. part: their place among all.
@@ -291,25 +291,23 @@ class PaddedCuda(CudaMover):
         Raises:
             CorruptTableError: blocks of a trajectory lie in both.
         """
-        count, width, own = part.stop - part.start, ids.shape[1], table._engine.region.layout.writable_blocks
-        of_part = ids[:count] >= own
+        count, width, first = part.stop - part.start, ids.shape[1], table._engine.region.layout.host_blocks
+        of_part = ids[:count] < first
         hosted = of_part[:, 0]
         if (of_part != hosted[:, None]).any():
             raise table._engine.index.arrays.corrupt("a trajectory lies on a GPU and in host memory")
         here = count - int(hosted.sum())
-        if here == count:
-            return [(part, False)], None
         order = None
-        if here:
+        if 0 < here < count:
             order = np.argsort(hosted, kind="stable")
             numbers = np.arange(count)
             numbers[here:] -= here  # within its part
             extent[:count], ids[:count] = extent[order], ids[order]
             extent[:count, 1] += (numbers - order) * width
-        ids[here:count] -= own
+        ids[:here] -= first
         middle = part.start + here
         parts = [(slice(part.start, middle), False), (slice(middle, part.stop), True)]
-        return parts[not here :], order
+        return [each for each in parts if each[0].start < each[0].stop], order
 
     def _tier(self, table: Table) -> TierRows:
         if id(table) not in self._tables:

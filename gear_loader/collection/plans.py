@@ -89,7 +89,7 @@ def locate_columns(columns: Array, sources: Sequence[str], region: Region) -> Ar
     for row, source in zip(columns, sources, strict=True):
         place = region.layout.columns[source]
         row[BASE] = region.column_place(source)[0]
-        row[STRIDE], row[BLOCKS] = place.block_stride, region.layout.num_blocks
+        row[STRIDE], row[BLOCKS] = place.block_stride, region.layout.host_blocks or region.layout.num_blocks
         row[STEP_BYTES], row[STEP_STRIDE] = place.step_bytes, place.step_stride
     return columns
 

@@ -75,7 +75,7 @@ TOLD = slice(57, 58)
 COMING_BACK = 58
 """1 + the slot whose ragged values get memory, while a trajectory comes back from disk; or 0."""
 WRITABLE_BLOCKS = 59
-"""Blocks that writers get, the first ones; the others are those of `Table.create(host=)`."""
+"""Blocks that writers get, the last ones; the others are those of `Table.create(host=)`."""
 IDENTITY = slice(60, 64)
 """Used by checkpoints: random name of the table; save that it was loaded from, or 0; pid and start time of the process
 that named a private table, because a forked child has its own copy."""

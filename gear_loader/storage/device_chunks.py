@@ -129,7 +129,8 @@ class Chunks:
     def _begin(self, chunk: _Chunk) -> None:
         """Take blocks for a chunk, which has been committed."""
         blocks = chunk.sink.take_blocks(self._everyone, self._held)
-        chunk.blocks.numpy()[...] = blocks[:, : chunk.blocks.shape[1]]
+        first = chunk.sink.table.region.layout.host_blocks  # number of the first block on the device
+        chunk.blocks.numpy()[...] = blocks[:, : chunk.blocks.shape[1]] - first
 
     def _send(self, last: Rows | None, priorities: Array | None) -> None:
         """Queue the copy of the running chunk into the table, and let the other one be the running one."""

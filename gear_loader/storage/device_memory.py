@@ -89,6 +89,7 @@ class DeviceMemory:
         strides = {column.base: column.block_stride for column in layout.columns.values()}
         self._strides: Array = np.array([strides[base] for base in self._bases], dtype=np.int64)
         self._before: Array = np.cumsum(self._strides) - self._strides
+        self._first = layout.host_blocks  # number of the first block here
         self._most = max(1, min(layout.writable_blocks, STAGING_BYTES // layout.block_bytes))
         self.staging_bytes = self._most * layout.block_bytes
         self._spare = collections.deque[_StagedBlocks]()
@@ -207,7 +208,7 @@ class DeviceMemory:
         from gear_loader.kernels.store import store
 
         count = len(ids)
-        staging.ids.numpy()[:count] = ids
+        staging.ids.numpy()[:count] = ids - self._first
         image = slice(0, count * self._layout.block_bytes)
         staging.device[image].copy_(staging.host[image], non_blocking=True)
         for base in self._bases:
@@ -250,7 +251,7 @@ class DeviceMemory:
         """Queue copies of blocks to those of the table's part of host memory, which is pinned.
 
         Args:
-            ids: int32 [n], blocks. targets: `Region.host_blocks`. into: int32 [n], numbers among these.
+            ids: int32 [n], blocks. targets: `Region.host_blocks`. into: int32 [n], blocks there.
 
         Returns:
             An event after which they are there.
@@ -261,7 +262,7 @@ class DeviceMemory:
         self._copied.synchronize()
         with self._queueing(), self._staged() as staging, outside_inference():
             numbers = torch.empty((2, count), dtype=torch.int32, device="cpu", pin_memory=True)
-            numbers.numpy()[:] = ids, into
+            numbers.numpy()[:] = ids - self._first, into
             # Kept until the kernels have read it, whatever exception comes.
             self._copied_ids = numbers
             try:
@@ -303,7 +304,7 @@ class DeviceMemory:
         for low, high, which, begins, steps in self._pieces(first, counts):
             count, end = high - low, 0
             with self._queueing(), self._staged() as staging:
-                staging.ids.numpy()[:count] = ids[low:high]
+                staging.ids.numpy()[:count] = ids[low:high] - self._first
                 staging.device_ids[:count].copy_(staging.ids[:count], non_blocking=True)
                 parts = []
                 for base, names in outs.items():

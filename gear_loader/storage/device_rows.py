@@ -91,6 +91,8 @@ class DeviceRows:
     def _copy(self, ids: Array, first: Array, counts: Array, outs: _Outs) -> None:
         """`DeviceMemory.read` of blocks of the host part, which waits for nothing."""
         size = self._layout.block_steps
+        if len(ids) and ids.max() >= self._layout.host_blocks:
+            raise self._arrays.corrupt("a trajectory lies on a GPU and in host memory")
         blocks = -(-(first + counts) // size) - first // size
         span = np.repeat(np.arange(len(first)), blocks)
         begins = (

@@ -44,7 +44,7 @@ class _Moves(NamedTuple):
 
 def used_in_part(arrays: IndexArrays) -> Array:
     """Trajectories that use each block of the host part, int32 [host blocks, 2]: live ones, all."""
-    found: Array = arrays.uses[arrays.writable_blocks :]
+    found: Array = arrays.uses[: arrays.host_blocks]
     return found
 
 
@@ -203,9 +203,7 @@ class HostPart:
         ids = self._recovery.locked(lambda: self._blocks_of(slots, generations, blocks))
         if ids is None:
             return None
-        arrived = memory.copy_out(
-            ids, self._region.host_blocks, into - np.int32(self._arrays.writable_blocks)
-        )
+        arrived = memory.copy_out(ids, self._region.host_blocks, into)
         return _Moves(slots, generations, blocks, into, arrived)
 
     def _blocks_of(self, slots: Array, generations: Array, blocks: Array) -> Array | None:
@@ -223,7 +221,7 @@ class HostPart:
 
     def _free_in_part(self) -> Array:
         """Blocks of the host part that nobody uses, int64 [n]."""
-        found: Array = np.flatnonzero(used_in_part(self._arrays)[:, ALL] == 0) + self._arrays.writable_blocks
+        found: Array = np.flatnonzero(used_in_part(self._arrays)[:, ALL] == 0)
         return found
 
     def _is_leaving(self) -> bool:

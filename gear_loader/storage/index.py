@@ -780,8 +780,8 @@ class Index:
         """
         arrays = self.arrays
         blocks = np.where(inside > 0, arrays.blocks_of(lengths + finals), 0)
-        ids, low = np.repeat(inside == 2, blocks).astype(np.int32), arrays.writable_blocks
-        ids[ids > 0] = np.arange(low, low + int(ids.sum()))
+        hosted = np.repeat(inside == 2, blocks)
+        ids = np.where(hosted, np.cumsum(hosted) - 1, 0).astype(np.int32)
         given = (arrays.where, lengths, finals, inside, *self.readers.here(), claim.slots, ids)
         if self.recovery.locked(lambda: arrays.ops.begin_stored(*given)) != DONE:
             raise TableFullError(

@@ -27,7 +27,7 @@ class IndexArrays:
         where: first argument of the operations.
         stores_at_once: whether `operations.store` may be used.
         tier: the `Tier` below the memory, or None. moves: as of `Layout`.
-        writable_blocks: blocks that writers get, the first ones.
+        host_blocks, writable_blocks: blocks of the host part, and those that writers get, which follow.
         copied_blocks: first blocks of a prefix that are copied, as they have the values of columns per trajectory.
         edit_unit: bit of `filled` that is set while a trajectory
             is edited, above those of the late columns; the bits above it count the edits. 0 without mutable columns.
@@ -43,7 +43,7 @@ class IndexArrays:
         self.max_steps = layout.max_steps
         self.num_slots = layout.max_trajectories
         self.num_blocks = layout.num_blocks
-        self.writable_blocks = layout.writable_blocks
+        self.host_blocks, self.writable_blocks = layout.host_blocks, layout.writable_blocks
         self.half_size = layout.half
         self.block_bytes = layout.block_bytes
         self.counters: Array = region.array("counters")
@@ -136,9 +136,9 @@ class IndexArrays:
                 them.
         """
         found = (places >= 0).astype(np.int8)
-        if self.writable_blocks < self.num_blocks:
+        if self.host_blocks:
             inside = np.flatnonzero(found)
-            found[inside] += self.ids_at(places[inside]) >= self.writable_blocks
+            found[inside] += self.ids_at(places[inside]) < self.host_blocks
         return found
 
     def versions(self, slots: Array) -> Array:

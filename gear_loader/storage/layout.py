@@ -56,7 +56,7 @@
     region bytes    log        of values that are being overwritten, see `edit_log.py`; once there were any
 
 T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), or with prefixes 1.5 times the entries that
-`max_steps` steps have; G the number of groups of slots, about sqrt(T). Of a table on a GPU with a host part the last
+`max_steps` steps have; G the number of groups of slots, about sqrt(T). Of a table on a GPU with a host part the first
 `host_blocks` of the N blocks lie in the region, where N is their number, and the others in the GPU's memory. Every
 array starts on a multiple of 128 B. A trajectory that lies on disk only has no entries in block_ids: its first entry is
 `operations.view.ON_DISK`. Because a column's base and block stride are such multiples, a 128-byte line never
@@ -196,7 +196,7 @@ class Layout:
         index_bytes: bytes before the first column.
         device: the GPU in whose memory the blocks lie, such as ``"cuda:0"``, or None. The region then holds the index,
             and the blocks of the host part.
-        host_blocks: number of the blocks of the host part of a table on a GPU, the last ones; else 0.
+        host_blocks: number of the blocks of the host part of a table on a GPU, the first ones; else 0.
         device_bytes: bytes of the blocks on the GPU; 0 of others. They lie there as in a region.
     """
 
@@ -301,7 +301,7 @@ class Layout:
 
     @property
     def writable_blocks(self) -> int:
-        """Number of blocks that writers get, the first ones: all but those of the host part."""
+        """Number of blocks that writers get, the last ones: all but those of the host part."""
         return self.num_blocks - self.host_blocks
 
     @property

@@ -94,7 +94,7 @@ class Recovery:
         writing = np.flatnonzero(index.state == WRITING)
         half = starts[used] // index.half_size
         ends = starts[used] - half * index.half_size + blocks[used]
-        free, writable = uses[:, ALL] == 0, np.arange(index.num_blocks) < index.writable_blocks
+        free, writable = uses[:, ALL] == 0, np.arange(index.num_blocks) >= index.host_blocks
         retired_blocks = writable & ~free & (uses[:, LIVE] == 0)
         return {
             "uses": uses,
@@ -224,7 +224,7 @@ class Recovery:
         taken = index.block_ids[places]
         assert ((taken >= 0) & (taken < index.num_blocks)).all(), "a block id is out of range"
         owner = np.repeat(np.arange(len(used)), index.blocks_at(used))
-        hosted = np.bincount(owner[taken >= index.writable_blocks], minlength=len(used))
+        hosted = np.bincount(owner[taken < index.host_blocks], minlength=len(used))
         whole = (hosted == 0) | (hosted == index.blocks_at(used))
         assert whole.all(), "a trajectory lies on a GPU and in host memory"
         begun = self._check_prefixes(used)

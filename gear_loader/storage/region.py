@@ -522,7 +522,7 @@ class Region:
         return torch.from_numpy(self._host_blocks(name))
 
     def host_blocks(self, name: str) -> torch.Tensor:
-        """`blocks` of the host part of a table on a GPU: the first one is block `Layout.writable_blocks`."""
+        """`blocks` of the host part of a table on a GPU: those before the GPU's, in numbers, too."""
         return torch.from_numpy(self._host_blocks(name))
 
     def _host_blocks(self, name: str) -> np.ndarray[Any, Any]:
@@ -550,14 +550,12 @@ class Region:
         """Where column `name` lies, int64 [5], as `gear_loader.native.copying.copy_rows` takes it: address of its first
         step, bytes from block to block, of a step, and from step to step in a block, and steps of a block.
 
-        The address is 0 if the blocks lie on a GPU: no loop of the CPU takes it. With a host part it is one from which
-        its blocks are found by their numbers; loops take no others."""
+        The address is 0 if the blocks lie on a GPU: no loop of the CPU takes it. With a host part it is there."""
         place = self.layout.columns[name]
         sizes = place.block_stride, place.step_bytes, place.step_stride, self.layout.block_steps
         first = 0
         if self.layout.device is None or self.layout.host_blocks:
-            outside = self.layout.writable_blocks if self.layout.host_blocks else 0
-            first = self.column(name).ctypes.data - outside * place.block_stride
+            first = self.column(name).ctypes.data
         return np.array([first, *sizes], dtype=np.int64)
 
     def _view(self) -> np.ndarray[Any, Any]:

@@ -184,7 +184,7 @@ def unlink(v: Any, slot: Any) -> None:
 @inlined
 def writable(v: Any, block: Any) -> Any:
     """1 for a block that writers get, 0 for one of the host part of a table on a GPU."""
-    return 1 if block < v.counters[WRITABLE_BLOCKS] else 0
+    return 1 if block >= v.num_blocks - v.counters[WRITABLE_BLOCKS] else 0
 
 
 @inlined
