@@ -204,9 +204,15 @@ def test_blocks_of_one_trajectory_in_both_are_found() -> None:
         arrays = table._engine.index.arrays
         place = int(arrays.extent[0, 1]) + 1
         before, arrays.block_ids[place] = int(arrays.block_ids[place]), 110
-        data = gear.ReplayDataset(table, batch_size=3, windows={"value": gear.Window(7)}, device=DEVICE)
+        for device, layout in itertools.product(("cpu", DEVICE), ("padded", "packed")):
+            windows: Any = {"value": gear.Window(7) if layout == "padded" else gear.Whole()}
+            options: dict[str, Any] = {"windows": windows, "layout": layout, "device": device}
+            data = gear.ReplayDataset(table, batch_size=3, **options)
+            if (device, layout) != (DEVICE, "packed"):  # which reads each piece where it lies
+                with pytest.raises(CorruptTableError):
+                    data.sample()
         with pytest.raises(CorruptTableError, match="a trajectory lies on a GPU and in host memory"):
-            data.sample()
+            assert table[0]
         with pytest.raises(AssertionError):
             table.check_valid()
         arrays.block_ids[place] = before
