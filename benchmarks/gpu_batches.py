@@ -21,6 +21,7 @@ from benchmarks.workloads import STEPS, W1, W2, Data, Rows, expect, poison
 
 BLOCK_STEPS = 100
 RING, HOME = "ring on the device", "dataset, table on the device"
+HALF = "dataset, half of the table on the device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +58,19 @@ def measured(
         label = f"{workload.name}, batch {{}}".format
         with contextlib.ExitStack() as stack:
             table = stack.enter_context(data.table(BLOCK_STEPS, packed=False))
-            home = None
+            homes: dict[str, gear.Table] = {}
             if engine.device.type == "cuda":
-                home = stack.enter_context(data.table(BLOCK_STEPS, packed=False, device=engine.device))
+                homes[HOME] = stack.enter_context(data.table(BLOCK_STEPS, packed=False, device=engine.device))
+            if homes and workload is W1:
+                given: dict[str, Any] = {"device": engine.device, "here": 0.5}
+                homes[HALF] = stack.enter_context(data.table(BLOCK_STEPS, packed=False, **given))
             for batch in session.each(workload.name, sizes.batches, label):
                 variants = [copies.variant(), *_ways(session, engine, data, table, batch, driver, sizes)]
-                if home is not None:
-                    count = _counts(data, batch, sizes)[1]
-                    variants.append(_dataset(engine, data, home, batch, count, HOME, prefetch=2))
+                count = _counts(data, batch, sizes)[1]
+                variants += [
+                    _dataset(engine, data, home, batch, count, name, prefetch=2)
+                    for name, home in homes.items()
+                ]
                 told = {"batch": batch, "block_steps": BLOCK_STEPS, "trajectories": trajectories}
                 references = [each.name for each in variants if each.name in (BATCHED, RING)]
                 session.compare(workload.name, label(batch), variants, YARDSTICK, told, references)

@@ -130,16 +130,20 @@ class Data:
         packed: bool | str = "auto",
         name: str | None = None,
         device: torch.device | None = None,
+        here: float = 1.0,
         **options: Any,
     ) -> gear.Table:
         """A table of these trajectories, in their order, without spare room; private unless it gets a name.
 
         Args:
             packed: as for `Table.create`; False where the gather kernel is launched by itself, without the split of
-                records. device: in whose memory the blocks lie. options: of `Table.extend`.
+                records. device: in whose memory the blocks lie; with `here` that share of them, and the others in host
+                memory below. options: of `Table.extend`.
         """
         workload = self.workload
         lengths = np.full(workload.trajectories, workload.steps)
+        blocks = gear.Table.required_blocks(lengths, block_steps)
+        most = blocks if here == 1.0 else max(1, int(blocks * here))
         table = gear.Table.create(
             workload.schema,
             max_steps=workload.trajectories * workload.steps,
@@ -147,9 +151,14 @@ class Data:
             block_steps=block_steps,
             name=name,
             device=device,
-            memory=gear.Memory(max_blocks=gear.Table.required_blocks(lengths, block_steps), packed=packed),
+            memory=gear.Memory(max_blocks=most, packed=packed),
+            host=None if here == 1.0 else 2 * workload.table_bytes,
         )
-        table.extend(self.stacked, lengths=lengths, **options)
+        each = workload.trajectories if here == 1.0 else max(1, workload.trajectories * most // blocks // 8)
+        for low in range(0, workload.trajectories, each):
+            part = slice(low, low + each)
+            stacked = {name: values[part] for name, values in self.stacked.items()}
+            table.extend(stacked, lengths=lengths[part], **options)
         return table
 
     def draw(self, batch: int) -> Rows:

@@ -494,7 +494,7 @@ def test_install_hints_name_what_can_be_installed() -> None:
     assert {"lightning", "nixl", "sources", "ucx"} <= found <= set(settings["optional-dependencies"])
 
 
-@pytest.mark.parametrize(("call", "most"), [(gear_loader.ReplayDataset, 15), (gear_loader.Table.create, 13)])
+@pytest.mark.parametrize(("call", "most"), [(gear_loader.ReplayDataset, 15), (gear_loader.Table.create, 14)])
 def test_options_that_belong_together_are_objects(call: Any, most: int) -> None:
     names = [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
     assert len(names) <= most, names

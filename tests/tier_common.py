@@ -79,6 +79,24 @@ def spill(table: gear.Table, slots: Any) -> int:
     return table._engine.index.spill(slots, arrays.generation[slots])
 
 
+def move_out(table: gear.Table, slots: Any) -> int:
+    """Move trajectories from the GPU's memory to the host part of a table now; return how many."""
+    slots, index = np.unique(np.asarray(slots, dtype=np.int64)), table._engine.index
+    arrays, part, memory = index.arrays, index.allocator.host_part, table._engine.region.device_memory
+    assert part is not None
+    assert memory is not None
+    while memory.moves is not None:  # those that are under way
+        part._publish(memory, True)
+    slots = slots[arrays.levels(arrays.extent[slots, 1]) == 1]
+    blocks = arrays.blocks_at(slots)
+    into = part._free_in_part()[: int(blocks.sum())]
+    assert len(into) == blocks.sum(), "the part is full"
+    memory.moves = part._send(memory, slots, arrays.generation[slots], blocks, into)
+    part._publish(memory, True)
+    assert memory.moves is None
+    return len(slots)
+
+
 def die_while_spilling(table: gear.Table, stores: int, slots: Any) -> None:
     """The owner is killed after some stores of moving trajectories to disk, and another process repairs the index."""
     arrays = table._engine.index.arrays

@@ -167,6 +167,8 @@ class WriteBehind:
             if table._engine.has_tier
             else None
         )
+        if (memory := self._table._engine.region.device_memory) is not None:
+            memory.keep = place.disk.keep
         self._archive = (
             None if place.disk.archive is None else Archive(place.disk.archive, place.directory, table.schema)
         )

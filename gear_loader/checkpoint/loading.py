@@ -20,9 +20,9 @@ from gear_loader.checkpoint.ragged_loading import load_values, value_bounds
 from gear_loader.checkpoint.reading import ColumnRead, read_columns
 from gear_loader.checkpoint.segments import Segment, check_files, read_checksums
 from gear_loader.checkpoint.shared_places import Common, group_columns
-from gear_loader.checkpoint.spilling import hottest, note_places
+from gear_loader.checkpoint.spilling import levels_of, note_places
 from gear_loader.checkpoint.trajectory_records import SHARING, Counters, own_rows, rows_of, segments_of
-from gear_loader.errors import CheckpointError
+from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.storage.allocation import Claim
 from gear_loader.storage.device_memory import DeviceMemory
 from gear_loader.storage.disk import Disk
@@ -59,6 +59,7 @@ class LoadOptions:
     memory: int | str | None = None
     disk: Disk | None = None
     device: str | torch.device | None = None
+    host: int | str | None = None
 
 
 class UnfitError(CheckpointError):
@@ -171,6 +172,11 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
     tier = None if options.disk is None else options.disk.tier()
     blocks, payload = sizes.pop("max_blocks"), sizes.pop("payload") or None
     shares = share.saved.prefixes and options.device is None
+    if options.host is not None and tier is None and options.memory is None and given["max_blocks"] is None:
+        raise SchemaError(
+            f"host is {options.host!r} without max_blocks; expected both: max_blocks is how many blocks the GPU's "
+            f"memory has, and all trajectories take {blocks:,}."
+        )
     if options.memory is not None:
         blocks = None
     elif given["max_blocks"] is None and tier is not None:
@@ -194,22 +200,30 @@ def load_share(kind: type[Table], directory: Directory, share: Share, options: L
         rate_limiter=rules.rate_limiter,
         limits=rules.limits,
         device=options.device,
+        host=options.host,
     )
     table._engine.statistics = share.saved.statistics if len(share.parts) == 1 else None
     try:
-        inside = None
-        if options.disk is not None and tier is not None:
-            layout, values = table._engine.region.layout, None
+        inside, layout, values = None, table._engine.region.layout, None
+        if layout.host_blocks and tier is None:
+            inside = levels_of(layout, share.records, "newest", share.common)
+            if not inside.all():
+                raise UnfitError(
+                    f"{directory.path} holds {len(inside):,} trajectories, and {int((inside == 0).sum()):,} of them "
+                    f"fit neither into {layout.writable_blocks:,} blocks on {layout.device} nor into "
+                    f"{layout.host_blocks:,} of host memory (host). Load it with larger ones."
+                )
+        elif options.disk is not None and tier is not None:
             (part,) = share.parts
             # What lies in an archive stays there: a store that fails now does not keep a table from coming back.
             archived = [each.number for each in part.manifest.segments if each.archive]
             far = np.isin(segments_of(share.records), archived).any(axis=1)
             known = layout, share.records, options.disk.keep, share.common
             if table.schema.ragged:
-                first = hottest(*known) & ~far
+                first = (levels_of(*known) > 0) & ~far
                 values = np.zeros(len(first), dtype=np.int64), np.zeros(len(first), dtype=np.int64)
                 values[0][first], values[1][first] = _value_bytes(table, directory, part, first)
-            inside = hottest(*known, values) & ~far
+            inside = levels_of(*known, values) * ~far
         _fill(table, directory, share, inside=inside, progress=options.progress)
         set_parent(table, table._engine.index, share.parent)
     except BaseException:
@@ -299,8 +313,8 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
     Args:
         table: the empty table.
         directory: the loaded directory.
-        inside: bool [n], which of them are read into memory, with a single part whose directory is the table's disk
-            tier; the others stay there. None: all.
+        inside: int8 [n], where each is read to, see `IndexArrays.levels`; those of level 0 stay in the directory of the
+            single part, which is the table's disk tier. None: all of level 1.
         progress: show a progress bar.
 
     Raises:
@@ -310,9 +324,9 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
     records, parts = share.records, share.parts
     lengths, finals = records["length"].copy(), records["final"].astype(np.int64)
     layout, arrays, common = table._engine.region.layout, index.arrays, share.common
-    within = np.ones(len(records), dtype=bool) if inside is None else inside
-    blocks = np.where(within, arrays.blocks_of(rows_of(records)), 0)
-    parents, shared = common.parents(within & layout.prefixes, layout.block_steps, arrays.copied_blocks)
+    levels = np.ones(len(records), dtype=np.int8) if inside is None else inside
+    blocks = np.where(levels > 0, arrays.blocks_of(rows_of(records)), 0)
+    parents, shared = common.parents((levels > 0) & layout.prefixes, layout.block_steps, arrays.copied_blocks)
     new = blocks - np.maximum(shared - arrays.copied_blocks, 0)
     _check_sizes(table, where, lengths, int(new.sum()))
     claim = Claim(len(records))
@@ -325,13 +339,13 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
         if inside is None and not layout.prefixes:
             slots, ids = index.begin(lengths, finals=finals, claim=claim)
         else:
-            given = lengths, finals, within, claim, parents, shared, note
+            given = lengths, finals, levels, claim, parents, shared, note
             slots, ids = claim.slots, index.begin_stored(*given)
-        if inside is not None:
+        if inside is not None and arrays.tier is not None:
             (part,) = parts
             note_places(index, slots, part.records)
             _keep_versions(table, directory, part, slots)
-            parts = [dataclasses.replace(part, records=part.records[inside], places=part.places[inside])]
+            parts = _some(parts, inside > 0)
         first_ids = np.cumsum(blocks) - blocks
         memory = table._engine.region.device_memory
         if memory is None:
@@ -343,7 +357,11 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
                 owned = slots, claim.generations, common.leaders, first_ids, ids
                 _check_payload(table, where, load_values(table, directory, reads, *owned, progress=progress))
         else:
-            _fill_device(table, memory, directory, parts, first_ids, ids, progress=progress)
+            own, here = np.where(levels == 1, blocks, 0), np.repeat(levels == 1, blocks)
+            given = _some(parts, levels == 1), np.cumsum(own) - own, ids[here]
+            _fill_device(table, memory, directory, *given, progress=progress)
+            reads = _all_reads(table, directory, _some(parts, levels == 2), _LoadedBlocks.alone(first_ids))
+            read_columns(directory, reads, ids, progress=progress)
         loaded = index.commit_as(
             slots,
             records["priority"].copy(),
@@ -362,6 +380,15 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
     except BaseException:
         index.abort(claim.slots, generations=claim.generations)
         raise
+
+
+def _some(parts: list[Part], which: Array) -> list[Part]:
+    """The trajectories of parts for which `which` holds, bool [trajectories of the new table]."""
+    chosen = [which[part.places] for part in parts]
+    return [
+        dataclasses.replace(part, records=part.records[some], places=part.places[some])
+        for part, some in zip(parts, chosen, strict=True)
+    ]
 
 
 def _fill_device(
@@ -385,10 +412,8 @@ def _fill_device(
         begin = int(first_ids[low])
         high = max(low + 1, int(np.searchsorted(ends, begin + IMAGE_BYTES // size, "right")))
         image: Array = np.zeros((int(ends[high - 1]) - begin) * size, dtype=np.uint8)
-        some = []
-        for part in parts:
-            which = (part.places >= low) & (part.places < high)
-            some.append(dataclasses.replace(part, records=part.records[which], places=part.places[which]))
+        numbers = np.arange(len(ends))
+        some = _some(parts, (numbers >= low) & (numbers < high))
         reads = [
             dataclasses.replace(read, place=memory.place_in(image, read.name))
             for read in _all_reads(table, directory, some, _LoadedBlocks.alone(first_ids - begin))

@@ -546,7 +546,7 @@ class Save:
             block_steps=self.layout.block_steps,
             max_steps=self.layout.max_steps,
             max_trajectories=self.layout.max_trajectories,
-            num_blocks=self.layout.num_blocks,
+            num_blocks=self.layout.writable_blocks,
             rules=self.rules,
             **vars(changes.counters),
             clock=changes.clock,

@@ -22,7 +22,6 @@ from gear_loader.checkpoint.returning_values import ReturningValues
 from gear_loader.checkpoint.shared_places import Common
 from gear_loader.checkpoint.trajectory_records import rows_of, segments_of
 from gear_loader.errors import StaleIndexError
-from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.native.copying import copy_rows
 from gear_loader.storage import counters as at
 from gear_loader.storage.disk import Keep, LostRowsError
@@ -30,26 +29,31 @@ from gear_loader.storage.disk_copies import COPY, are_current, copies_of, note_c
 from gear_loader.storage.disk_records import MovedRowsError
 from gear_loader.storage.engine import Engine
 from gear_loader.storage.filled_bits import filled_bits
+from gear_loader.storage.host_part import used_in_part
 from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.lock import process_start
+from gear_loader.storage.operations.view import LIVE
 from gear_loader.storage.payload import used_bytes
 from gear_loader.storage.prefixes import Relative, Relatives
 from gear_loader.storage.region import Region
 from gear_loader.storage.states import READY
 from gear_loader.storage.table import Table
 from gear_loader.storage.tier_counts import (
-    KEEP,
-    KEEPS,
     PROMOTED_BYTES,
     WANTED_BYTES,
-    unpack_priorities,
 )
-from gear_loader.storage.tier_swaps import exchange
+from gear_loader.storage.tier_swaps import (
+    FREE_BYTES,
+    coldest_first,
+    coldness,
+    exchange,
+    kept_free,
+    kept_now,
+    missing_blocks,
+)
 from gear_loader.utils.arrays import Array, data_address
 
-FREE_BYTES = 256 << 20
-"""Bytes of blocks that are kept free, but at least a sixteenth of all blocks and at most a quarter."""
 LARGEST_BYTES = 8 << 20
 """Bytes of the largest trajectory that is brought back: it is copied under the table's lock, in about a millisecond."""
 EXCHANGE_BYTES = 64 << 20
@@ -60,34 +64,17 @@ EXCHANGE_SECONDS = 1.0
 """Seconds between two exchanges, or 20 times the duration of the last look for trajectories to exchange."""
 
 
-def kept_free(layout: Layout) -> int:
-    """Number of blocks that are free after spilling, which begins when fewer than half of them are."""
-    blocks = layout.num_blocks
-    return min(max(-(-FREE_BYTES // layout.block_bytes), blocks // 16), blocks // 4)
-
-
 def kept_bytes(payload: int) -> int:
     """Bytes of the memory of ragged values that are free after spilling, which begins when half of them are."""
     return min(max(FREE_BYTES, payload // 16), payload // 4)
 
 
-def coldness(keep: Keep, sequences: Array, priorities: Array) -> Array:
-    """The order in which trajectories leave the memory, int64 [n]: positions, the coldest first.
-
-    Args:
-        keep: see `gear_loader.Disk`; ``"auto"`` is ``"newest"`` here.
-        sequences: int64 [n], order of commitment. priorities: float32 [n], -1 for one without.
-    """
-    if keep == "priority":
-        given = np.where(priorities == UNSET, np.float32(np.inf), priorities)
-        return np.lexsort((sequences, given))
-    return np.argsort(-sequences if keep == "oldest" else sequences, kind="stable")
-
-
-def hottest(
+def levels_of(
     layout: Layout, records: Array, keep: Keep, common: Common, values: tuple[Array, Array] | None = None
 ) -> Array:
-    """Which trajectories of a recovered table are read into memory, bool [n]; a part of it stays free.
+    """Where trajectories of a recovered table are read to, int8 [n], see `IndexArrays.levels`: the hottest into memory.
+
+    With a disk tier a part of the memory stays free.
 
     Args:
         common: what they have in common.
@@ -96,16 +83,21 @@ def hottest(
     """
     order = coldness(keep, records["sequence"], records["priority"])[::-1]
     blocks = -(-rows_of(records) // layout.block_steps)
-    blocks = blocks - common.least_shared(order, layout.block_steps, int(bool(layout.schema.per_trajectory)))
-    inside = np.zeros(len(order), dtype=bool)
-    inside[order] = np.cumsum(blocks[order]) <= layout.num_blocks - kept_free(layout)
+    blocks -= common.least_shared(order, layout.block_steps, int(bool(layout.schema.per_trajectory)))
+    blocks = blocks[order]
+    levels, left = np.zeros(len(order), dtype=np.int8), np.ones(len(order), dtype=bool)
+    for level, most in ((1, layout.writable_blocks), (2, layout.host_blocks)):
+        most -= kept_free(layout, most) if layout.tier is not None else 0
+        inside = left & (np.cumsum(np.where(left, blocks, 0)) <= most)
+        levels[order[inside]] = level
+        left &= ~inside
     if values is not None:
         held, shared = (each[order] for each in values)
         _, first = np.unique(common.leaders[order], return_index=True)
         taken = held.copy()
         taken[first] += shared[first]
-        inside[order] &= np.cumsum(taken) <= layout.payload - kept_bytes(layout.payload)
-    return inside
+        levels[order] *= np.cumsum(taken) <= layout.payload - kept_bytes(layout.payload)
+    return levels
 
 
 def note_places(index: Index, slots: Array, records: Array) -> None:
@@ -123,7 +115,10 @@ class Spiller:
 
     def __init__(self, index: Index, region: Region, keep: Keep, late: int = 0) -> None:
         self._index, self._given, self._region = index, keep, region
-        self._free = kept_free(region.layout)
+        self._hosted, layout = region.layout.host_blocks > 0, region.layout
+        self._blocks = layout.host_blocks or layout.num_blocks
+        self._free = kept_free(layout, self._blocks)
+        self._next_count = 0.0
         self._next_look = 0.0
         self._arrays = index.arrays
         self._late = late
@@ -134,15 +129,10 @@ class Spiller:
     @property
     def _keep(self) -> Keep:
         """Which trajectories stay in memory now."""
-        wished = int(self._arrays.tier_counts[KEEP])
-        return KEEPS[wished - 1] if self._given == "auto" and 0 < wished <= len(KEEPS) else self._given
+        return kept_now(self._arrays, self._given)
 
     def _coldness(self, slots: Array, sequences: Array, generations: Array) -> Array:
-        """`coldness` of trajectories, by their latest priorities; of all slots sequences and generations."""
-        priorities = unpack_priorities(
-            self._arrays.tier_priority[slots], generations[slots], self._arrays.priority[slots]
-        )
-        return coldness(self._keep, sequences[slots], priorities)
+        return coldest_first(self._arrays, self._given, slots, sequences, generations)
 
     def coldest(self, on_disk: OnDisk) -> list[int]:
         """Numbers of segments that have live trajectories, the coldest first, by the mean of their rows."""
@@ -173,12 +163,20 @@ class Spiller:
 
     def missing(self) -> int:
         """Number of blocks to take from trajectories; 0 while enough are free. Takes no lock."""
-        counters, blocks = self._arrays.counters, self._arrays.num_blocks
+        counters, blocks = self._arrays.counters, self._blocks
+        memory = self._region.device_memory
+        if self._hosted:
+            now, wanted = time.monotonic(), 0 if memory is None else memory.wanted
+            if not wanted and now < self._next_count:
+                return 0
+            free = int((used_in_part(self._arrays)[:, LIVE] == 0).sum())
+            self._next_count = now + max(LOOK_SECONDS, 20 * (time.monotonic() - now))
+            if memory is not None and free >= wanted:
+                memory.wanted = 0
+            return missing_blocks(self._free, blocks, free, wanted)
         free = int(counters[at.NUM_FREE_BLOCKS] + counters[at.RETIRED_BLOCKS])
         wanted = int(counters[at.WANTED_BLOCKS])
-        if free >= max(self._free // 2, wanted):
-            return 0
-        return max(self._free, min(blocks, wanted + self._free // 2)) - free
+        return missing_blocks(self._free, blocks, free, wanted)
 
     def _missing_bytes(self) -> int:
         """Bytes of the memory of ragged values to take from trajectories; looked for now and then."""
@@ -232,7 +230,9 @@ class Spiller:
         return self.missing() > 0 or short or wanted or self._exchange_is_due()
 
     def _exchange_is_due(self) -> bool:
-        # The newest stay the newest: what is added makes the others colder.
+        # The newest stay the newest: what is added makes the others colder. Below a GPU nothing moves back.
+        if self._hosted:
+            return False
         spilled = self._arrays.counters[at.NUM_SPILLED] > 0
         return self._keep in ("oldest", "priority") and bool(spilled) and time.monotonic() >= self._next
 
@@ -263,10 +263,8 @@ class Spiller:
         extent = arrays.extent[slots]
         blocks = arrays.blocks_of(extent[:, 0] + extent[:, 2])
         block_bytes = table._engine.region.layout.block_bytes
-        total, inside = arrays.num_blocks - self._free, extent[:, 1] >= 0
-        used = arrays.num_blocks - int(
-            arrays.counters[at.NUM_FREE_BLOCKS] + arrays.counters[at.RETIRED_BLOCKS]
-        )
+        total, inside = self._blocks - self._free, extent[:, 1] >= 0
+        used = self._blocks - int(arrays.counters[at.NUM_FREE_BLOCKS] + arrays.counters[at.RETIRED_BLOCKS])
         if (
             0 < used < (whole := int(blocks[inside].sum()))
         ):  # trajectories share some: each counts with its part
@@ -294,7 +292,7 @@ class Spiller:
         """
         missing, missing_bytes = self.missing(), self._missing_bytes()
         if not missing:
-            self._arrays.counters[at.WANTED_BLOCKS] = 0
+            self._forget_wanted()
         if not missing and not missing_bytes:
             return 0
         arrays = self._arrays
@@ -303,6 +301,8 @@ class Spiller:
         )  # before the states: a slot that is reused meanwhile is skipped
         sequences = arrays.sequence.copy()
         slots = np.flatnonzero((arrays.state == READY) & (arrays.extent[:, 1] >= 0))
+        if self._hosted:  # what is on the GPU leaves by way of host memory
+            slots = slots[arrays.levels(arrays.extent[slots, 1]) == 2]
         slots = slots[are_current(arrays, slots)]
         slots = slots[self._coldness(slots, sequences, generations)]
         if self._late:  # those of which a column is filled later last: it is filled in memory
@@ -321,10 +321,15 @@ class Spiller:
             return -1
         if missing_bytes:
             arrays.tier_counts[WANTED_BYTES] = 0
+        self._next_count = 0.0
         missing = self.missing()
         if not missing:
-            arrays.counters[at.WANTED_BLOCKS] = 0
+            self._forget_wanted()
         return missing or int(freed < missing_bytes)
+
+    def _forget_wanted(self) -> None:
+        if not self._hosted:  # else they are wanted of the GPU's memory
+            self._arrays.counters[at.WANTED_BLOCKS] = 0
 
 
 def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BYTES) -> int:

@@ -322,7 +322,7 @@ def collector_for(
         pinning = on_gpu and region.is_pinning
         zero_copy = on_gpu and region.pin(device, wait=not pinning)
         pinning = pinning and not zero_copy
-    splits = source.only is None or source.only._engine.has_tier
+    splits = source.only is None or source.only._engine.moves
 
     def cuda() -> Any:
         if staged:
@@ -330,6 +330,7 @@ def collector_for(
         kind: Any = PackedCuda if packed else PaddedCuda
         size = multiprocessors(device) if programs is None and here is not None else programs
         given = {"device": device, "programs": size, "tables": tables, "splits": splits}
+        given["bus_programs"] = programs
         return kind(layout("after" if splits else "between"), **given)
 
     return Collector(

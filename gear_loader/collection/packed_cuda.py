@@ -59,6 +59,7 @@ class _PackedRows:
         num_pieces: those of steps; the others are those of columns per trajectory.
         table: whose blocks they lie in; None for staging memory, where all are in block 0.
         first: of staging memory, its address, a multiple of 128. offsets: column -> first byte in it.
+        host: whether the blocks are those of the table's host part.
     """
 
     pieces: Array
@@ -66,6 +67,25 @@ class _PackedRows:
     table: Table | None = None
     first: int = 0
     offsets: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    host: bool = False
+
+
+def _by_level(rows: _PackedRows) -> list[_PackedRows]:
+    """Rows of a table, those of its host part apart; the others get the numbers of blocks on the GPU."""
+    assert rows.table is not None
+    layout = rows.table._engine.region.layout
+    if not layout.host_blocks:
+        return [rows]
+    hosted = rows.pieces[:, PIECE_BLOCK] < layout.host_blocks
+    parts = []
+    for host in (False, True):
+        chosen = hosted == host
+        pieces = rows.pieces[chosen]
+        if not host:
+            pieces[:, PIECE_BLOCK] -= layout.host_blocks
+        count = int(chosen[: rows.num_pieces].sum())
+        parts.append(dataclasses.replace(rows, pieces=pieces, num_pieces=count, host=host))
+    return parts
 
 
 def staged_pieces(
@@ -136,23 +156,25 @@ class PackedDeviceBuffers(PackedBuffers):
     def columns_of(self, source: _PackedRows) -> tuple[Array, bool]:
         """The columns of a source, int64 [C, TABLE_WIDTH], and whether they are records."""
         if source.table is not None:
-            return self.table_columns(source.table)
+            return self.table_columns(source.table, host=source.host)
         columns = self._outputs().table.numpy().copy()
         names = [name for name, _ in (*self.steps.gathered, *self.once.gathered)]
         columns[:, PACKED_BASE] = [source.first + source.offsets[name] for name in names]
         return columns, False
 
-    def table_columns(self, table: Table) -> tuple[Array, bool]:
-        """`columns_of` a table."""
-        found: tuple[Array, bool] = self._made(table, lambda: self._table_columns(table))
+    def table_columns(self, table: Table, *, host: bool = False) -> tuple[Array, bool]:
+        """`columns_of` a table, or of its `host` part."""
+        name = (table, "host") if host else table
+        found: tuple[Array, bool] = self._made(name, lambda: self._table_columns(table, host))
         return found
 
-    def _table_columns(self, table: Table) -> tuple[Array, bool]:
+    def _table_columns(self, table: Table, host: bool) -> tuple[Array, bool]:
         region, layout, in_records = table._engine.region, table._engine.region.layout, False
+        blocks_of = region.host_blocks if host else region.blocks
         columns = []
         for once, values in ((False, self.steps), (True, self.once)):
             for source, out in values.gathered:
-                blocks = region.blocks(source)
+                blocks = blocks_of(source)
                 if not layout.columns[source].is_packed:
                     columns.append(PackedColumn(blocks, _flat(out), once))
                 elif not in_records:  # the first column stands for the record
@@ -304,7 +326,9 @@ class PackedCuda(CudaMover):
 
     layout: PackedLayout
 
-    def __init__(self, layout: PackedLayout, *, splits: bool, **options: Any) -> None:
+    def __init__(
+        self, layout: PackedLayout, *, splits: bool, bus_programs: int | None = None, **options: Any
+    ) -> None:
         super().__init__(layout, **options)
         tables = options["tables"]
         self.own = tables[0] if len(tables) == 1 and layout.keys == ROW_KEYS else None
@@ -322,7 +346,7 @@ class PackedCuda(CudaMover):
     def _planned(self, buffers: PackedDeviceBuffers, table: Table, rows: Any) -> bool:
         """Fill buffers by one call that plans the batch; return whether all rows are in memory, and it has room."""
         count, engine = len(rows), table._engine
-        if count > buffers.num_rows or buffers.num_steps < 0 or engine.has_tier:
+        if count > buffers.num_rows or buffers.num_steps < 0 or engine.moves:
             return False
         columns, in_records = buffers.table_columns(table)
         extent, block_ids = engine.reader().index_arrays()
@@ -366,7 +390,7 @@ class PackedCuda(CudaMover):
 
         def inside(part: slice | Array) -> int:
             listed, bad = self._listed(buffers, table, slots, which[part])
-            found[:] = [listed]
+            found[:] = _by_level(listed)
             return bad
 
         _, outside = split_rows(table, slots[which], inside, on_gpu=True)

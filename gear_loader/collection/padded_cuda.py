@@ -35,6 +35,8 @@ from gear_loader.utils.streams import current_stream
 
 _ROWS = "rows"
 """Key of the work that gathers a whole batch of one table, whose rows the host has drawn."""
+_HOST_ROWS = "rows of the host part"
+"""The same, if all of them are in the host part of a table on a GPU."""
 
 
 class _Claimed(NamedTuple):
@@ -42,11 +44,13 @@ class _Claimed(NamedTuple):
 
     Attributes:
         table: the table. part: where the entries are. whole: whether they are those of the batch, row by row.
+        host: whether they are of the host part of a table on a GPU.
     """
 
     table: Table
     part: slice
     whole: bool
+    host: bool = False
 
 
 class PaddedDeviceBuffers(PaddedBuffers):
@@ -94,7 +98,7 @@ class PaddedDeviceBuffers(PaddedBuffers):
         self.beta = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=pinned)
         self.gpu = GpuSide()
         self.records: Records = {}
-        self._plans: dict[int, list[tuple[Plans, torch.Tensor | None]]] = {}
+        self._plans: dict[tuple[int, bool], list[tuple[Plans, torch.Tensor | None]]] = {}
         self.claims: list[_Claimed] = []
         self.used = self.placed = 0
         self.is_drawn_here = False
@@ -156,24 +160,24 @@ class PaddedDeviceBuffers(PaddedBuffers):
 
         return UniformPlaces(self.random, self.mirror["rows"], self.mirror["blocks"], reach, stream, gather)
 
-    def plans_of(self, table: Table) -> list[tuple[Plans, torch.Tensor | None]]:
-        """The plans that gather the windows of a table; packing and blocks of tables may differ.
+    def plans_of(self, table: Table, *, host: bool = False) -> list[tuple[Plans, torch.Tensor | None]]:
+        """The plans that gather the windows of a table, or of its `host` part; packing and blocks of tables may differ.
 
         Returns:
             That of the windows at anchors, and None; then those at bootstrap steps, and these, int64 [B].
         """
-        if id(table) not in self._plans:
+        if (id(table), host) not in self._plans:
             late, named = self.layout.late, dict(zip(self.layout.windows, self.outputs, strict=True))
             early = [output for name, output in named.items() if name not in late]
-            first = plans_of(table, early, self.records)
+            first = plans_of(table, early, self.records, host=host)
             plans: list[tuple[Plans, torch.Tensor | None]] = [(first, None)]
             for spec in dict.fromkeys(late.values()):
                 outputs = [named[name] for name, which in late.items() if which == spec]
                 target: Any = self.batch[spec]
-                plans.append((plans_of(table, outputs, self.records), target["bootstrap"]))
-            self._plans[id(table)] = plans
+                plans.append((plans_of(table, outputs, self.records, host=host), target["bootstrap"]))
+            self._plans[id(table), host] = plans
             self.references = None  # the plan refers to the batch's memory
-        return self._plans[id(table)]
+        return self._plans[id(table), host]
 
     def upload(self, *, entries: bool = False) -> None:
         """Queue a copy of what the host has written; `entries`: of the index entries alone."""
@@ -188,15 +192,22 @@ class PaddedCuda(CudaMover):
     Args:
         layout, device, programs, tables: as for `CudaMover`.
         splits: whether rows of a batch may lie in several tables, or elsewhere.
+        bus_programs: as `programs`, for the host part of a table on a GPU.
     """
 
     layout: PaddedLayout
 
     def __init__(
-        self, layout: PaddedLayout, *, tables: Sequence[Table], splits: bool, **options: Any
+        self,
+        layout: PaddedLayout,
+        *,
+        tables: Sequence[Table],
+        splits: bool,
+        bus_programs: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(layout, tables=tables, **options)
-        self._splits = splits
+        self._splits, self._bus_programs = splits, bus_programs
         first, last, once = layout.reach
         steps = [table._engine.region.layout.block_steps for table in tables]
         self._blocks = max((last - first) // each + 2 + once for each in steps)
@@ -291,6 +302,11 @@ class PaddedCuda(CudaMover):
         if part.start == part.stop:
             return
         buffers.used = part.stop
+        parts, order = [(part, False)], None
+        if table._engine.region.layout.host_blocks:
+            parts, order = self._by_level(table, extent, ids, part)
+            if order is not None:
+                inside = order if inside is None else inside[order]
         whole = which is None and inside is None
         if not whole:
             numbers = np.arange(count) if which is None else which
@@ -298,7 +314,40 @@ class PaddedCuda(CudaMover):
             local[0, part], local[1, part] = (
                 values if inside is None else values[inside] for values in (anchors, numbers)
             )
-        buffers.claims.append(_Claimed(table, part, whole))
+        buffers.claims += [_Claimed(table, each, whole, host) for each, host in parts]
+
+    def _by_level(
+        self, table: Table, extent: Array, ids: Array, part: slice
+    ) -> tuple[list[tuple[slice, bool]], Array | None]:
+        """Put index entries of rows in the GPU's memory, which get the numbers of its blocks, before those of rows in
+        the host part.
+
+        Args:
+            extent, ids: of the rows, and perhaps more, as of `TierRows.resolve`. part: their place among all.
+
+        Returns:
+            The parts, and whether each is of the host part; and the order that the rows had, int64 [n], None for this.
+
+        Raises:
+            CorruptTableError: blocks of a trajectory lie in both.
+        """
+        count, width, first = part.stop - part.start, ids.shape[1], table._engine.region.layout.host_blocks
+        of_part = ids[:count] < first
+        hosted = of_part[:, 0]
+        if (of_part != hosted[:, None]).any():
+            raise table._engine.index.arrays.corrupt("a trajectory lies on a GPU and in host memory")
+        here = count - int(hosted.sum())
+        order = None
+        if 0 < here < count:
+            order = np.argsort(hosted, kind="stable")
+            numbers = np.arange(count)
+            numbers[here:] -= here  # within its part
+            extent[:count], ids[:count] = extent[order], ids[order]
+            extent[:count, 1] += (numbers - order) * width
+        ids[:here] -= first
+        middle = part.start + here
+        parts = [(slice(part.start, middle), False), (slice(middle, part.stop), True)]
+        return [each for each in parts if each[0].start < each[0].stop], order
 
     def _tier(self, table: Table) -> TierRows:
         if id(table) not in self._tables:
@@ -355,13 +404,14 @@ class PaddedCuda(CudaMover):
                 buffers.compute(count)
 
         repeats = count == self.layout.batch_size and [claim.whole for claim in claims] == [True]
-        buffers.gpu.work.run(_ROWS if repeats else None, queue, current_stream(self._device))
+        key = None if not repeats else _HOST_ROWS if claims[0].host else _ROWS
+        buffers.gpu.work.run(key, queue, current_stream(self._device))
         if not buffers.only_launches:
             self._compute(buffers, count, claims)
 
     def _launch(self, buffers: PaddedDeviceBuffers, claim: _Claimed, *, late: bool = False) -> None:
         """Gather rows of one table, with the index entries on the device; `late`: at the bootstrap steps."""
-        plans = buffers.plans_of(claim.table)
+        plans = buffers.plans_of(claim.table, host=claim.host)
         for plan, steps in plans[1:] if late else plans[:1]:
             self._gather(buffers, claim, plan, steps)
 
@@ -372,7 +422,8 @@ class PaddedCuda(CudaMover):
         from gear_loader.kernels import gather, split
 
         mirror, part = buffers.mirror, claim.part
-        count, programs, ids = part.stop - (part.start or 0), self._programs, mirror["blocks"][part]
+        programs = self._bus_programs if claim.host else self._programs
+        count, ids = part.stop - (part.start or 0), mirror["blocks"][part]
         anchors, rows = (mirror["rows"][1], None) if claim.whole else mirror["local"][:, part]
         if steps is not None:
             assert claim.whole

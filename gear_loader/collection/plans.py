@@ -89,30 +89,27 @@ def locate_columns(columns: Array, sources: Sequence[str], region: Region) -> Ar
     for row, source in zip(columns, sources, strict=True):
         place = region.layout.columns[source]
         row[BASE] = region.column_place(source)[0]
-        row[STRIDE], row[BLOCKS] = place.block_stride, region.layout.num_blocks
+        row[STRIDE], row[BLOCKS] = place.block_stride, region.layout.host_blocks or region.layout.num_blocks
         row[STEP_BYTES], row[STEP_STRIDE] = place.step_bytes, place.step_stride
     return columns
 
 
-def plans_of(
-    table: Table,
-    outputs: Sequence[Output],
-    records: Records,
-) -> Plans:
+def plans_of(table: Table, outputs: Sequence[Output], records: Records, *, host: bool = False) -> Plans:
     """The plans by which a GPU fills `outputs` from a table.
 
     Args:
         table: whose region the device that gathers can read.
         outputs: of the windows, at least one with steps.
         records: memory of gathered records; what is missing is allocated on the current stream.
+        host: whether from the host part of a table on a GPU.
     """
     region, schema = table._engine.region, table.schema
-    layout = region.layout
+    layout, blocks_of = region.layout, region.host_blocks if host else region.blocks
 
     def column_of(output: Output) -> GatherColumn:
         place, column = layout.columns[output.column], schema[output.column]
         return GatherColumn(
-            source=region.blocks(output.column),
+            source=blocks_of(output.column),
             out=output.out,
             offset=output.window.offset,
             pad=PADS[output.window.pad],
@@ -145,7 +142,7 @@ def plans_of(
         key = (*span, layout.record.bytes)
         if key not in records:
             records[key] = out.new_empty(len(out), length, layout.record.bytes)
-        source = region.blocks(group[0].column)
+        source = blocks_of(group[0].column)
         columns.append(GatherColumn(source, records[key], offset, PADS[pad], final=final))
         for output in group:
             inside, first = layout.columns[output.column].inside, output.window.offset - offset

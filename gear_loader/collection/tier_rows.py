@@ -140,7 +140,7 @@ def split_rows(
 
     Args:
         slots: int64 [n]. inside: takes entries, a slice of all or int64 [m], and returns the number of invalid ones.
-        on_gpu: whether a GPU gathers them, which reads the memory where the table lies; the CPU reads none of another.
+        on_gpu: whether a GPU gathers them, which reads the memory where the table lies; the CPU reads none of a GPU.
 
     Returns:
         Entries in memory, int64 [m], or None for all; and those on disk only, or that the CPU does not read, int64.
@@ -149,9 +149,10 @@ def split_rows(
         CorruptTableError: see `TableReader.check_gathered`.
     """
     engine = table._engine
-    if engine.device is not None and not on_gpu:
+    apart = engine.device is not None and not on_gpu  # what lies on a GPU is read by others
+    if apart and not engine.region.layout.host_blocks:
         return slots[:0], np.arange(len(slots))
-    if not engine.has_tier or not engine.num_spilled:
+    if not apart and (not engine.has_tier or not engine.num_spilled):
         bad = inside(slice(None))
         if not engine.has_tier:
             engine.reader().check_gathered(bad)
@@ -160,10 +161,12 @@ def split_rows(
     extent = engine.reader().index_arrays()[0]
     while True:
         places = extent[slots, 1]
-        which, outside = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+        found = engine.index.arrays.levels(places) == 2 if apart else places >= 0
+        which, outside = np.flatnonzero(found), np.flatnonzero(~found)
         bad = inside(which) if len(which) else 0
         if not bad:
-            engine.tier_reader().count_hits(len(which))
+            if engine.has_tier and engine.num_spilled:
+                engine.tier_reader().count_hits(len(which))
             return which, outside
         if (extent[slots, 1] == places).all():  # else some were moved to disk meanwhile, and may be back
             engine.reader().check_gathered(bad)

@@ -193,14 +193,14 @@ class Origin:
         if (
             not needs
             and context.table.rules.on_full != "evict_lowest_priority"
-            and not context.table._engine.has_tier
+            and not context.table._engine.moves
         ):
             return False
         notice(
             "host-draws",
             f"{context.sampler!r} is drawn on the host, because sample_info, max_times_sampled, late columns, "
-            "max_lag, freshness, on_full='evict_lowest_priority', a disk tier or other ranks of the same named table "
-            "need to know what is drawn or updated: the GPU only gathers.",
+            "max_lag, freshness, on_full='evict_lowest_priority', a disk tier, a host part or other ranks of the same "
+            "named table need to know what is drawn or updated, or move rows: the GPU only gathers.",
         )
         return True
 

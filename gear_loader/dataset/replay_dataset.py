@@ -802,7 +802,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is None or options != self._selected_for:
             self._selected_for = options
             for table in self._origin.tables:
-                if table._engine.has_tier:
+                if table._engine.moves:
                     table._engine.prefer_in_memory(self.sampler.keeps)
             self._selection = self._origin.selection(
                 SelectionContext(*options),

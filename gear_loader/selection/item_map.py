@@ -88,7 +88,7 @@ class ItemMap:
     Args:
         steps: whether an item is a step; else it is a trajectory.
         num_slots, num_blocks, block_steps: the table's sizes.
-        tier: whether the table has a disk tier; `num_blocks` then has room for what lies there, too.
+        tier: whether trajectories move; `num_blocks` then has room for what lies on disk, too.
         complete: the steps that can be drawn, if not all; the others have no item. A stride above 1 must be at least
             `block_steps`.
 

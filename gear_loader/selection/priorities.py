@@ -84,7 +84,7 @@ class Priorities:
         layout = context.table._engine.region.layout
         steps, blocks = context.sampler.unit == "step", _leaf_blocks(layout)
         if steps and blocks * layout.block_steps >= 2**31:
-            fewer = "fewer blocks" if layout.tier is None else "a smaller max_steps"
+            fewer = "fewer blocks" if not layout.moves else "a smaller max_steps"
             raise SchemaError(
                 f"{context.sampler!r} would need {blocks * layout.block_steps:,} priorities, one for each place of a "
                 f"step; expected less than 2**31. Use unit='trajectory', or a table with {fewer}."
@@ -104,7 +104,7 @@ class Priorities:
             num_slots=layout.max_trajectories,
             num_blocks=blocks,
             block_steps=layout.block_steps,
-            tier=layout.tier is not None,
+            tier=layout.moves,
             complete=context.complete,
         )
         self._next_means = 0.0  # time of the next `_tell_means`
@@ -288,7 +288,7 @@ class Priorities:
             updates = PriorityUpdates(
                 request.slots[known], request.steps[known], generations, request.priorities[known]
             )
-        if table._engine.has_tier:
+        if table._engine.moves:
             self._tell_tier(updates.slots, updates.priorities)
         if self.shares:
             _, (before, after) = table._engine.reader().revise(updates, strict=False, steps=False)
@@ -497,8 +497,8 @@ class Priorities:
 
 
 def _leaf_blocks(layout: Layout) -> int:
-    """Blocks of leaves of a priority tree: those of the memory, or room for what lies on disk, too."""
-    if layout.tier is None:
+    """Blocks of leaves of a priority tree: those of the memory, or room for what lies on disk, or moves, too."""
+    if not layout.moves:
         return layout.num_blocks
     return most_blocks(layout.max_steps, layout.max_trajectories, layout.block_steps)
 

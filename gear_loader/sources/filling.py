@@ -162,7 +162,7 @@ class Filling:
         return (
             max(1, min(layout.max_trajectories for layout in layouts) // 2),
             min(layout.max_steps for layout in layouts) / 2,
-            min(layout.num_blocks for layout in layouts) / 2,
+            min(layout.writable_blocks for layout in layouts) / 2,
             min(layout.payload for layout in layouts) / 2,
         )
 

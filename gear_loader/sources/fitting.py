@@ -125,8 +125,7 @@ def check_fit(reader: EpisodeReader, lengths: np.ndarray, table: Table) -> None:
                 f"{reader.source}: column {name!r} has steps of shape {list(own.shape)}; the table "
                 f"expects {list(column.shape)}."
             )
-    layout = table._engine.region.layout
-    longest = min(layout.max_steps, layout.num_blocks * layout.block_steps)
+    longest = table._engine.longest
     number = int(lengths.argmax())
     if lengths[number] > longest:
         raise SourceError(

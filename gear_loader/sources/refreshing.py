@@ -285,6 +285,6 @@ def holds_all(table: Table, lengths: np.ndarray, payload: int | None) -> bool:
     layout = table._engine.region.layout
     blocks = Table.required_blocks(lengths + bool(table.schema.finals), layout.block_steps)
     fits = len(lengths) <= layout.max_trajectories and int(lengths.sum()) <= layout.max_steps
-    tiered = bool(table._engine.index.arrays.counters[at.TIERED])
+    tiered = layout.tier is not None
     values = not table.schema.ragged or (payload is not None and payload <= layout.payload)
     return fits and values and (tiered or blocks <= layout.num_blocks)

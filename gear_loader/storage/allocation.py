@@ -16,6 +16,7 @@ from gear_loader.errors import LockTimeoutError, TableFullError
 from gear_loader.storage import counters as at
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.block_tables import BlockTables
+from gear_loader.storage.host_part import HostPart
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations.view import BUSY, DONE, FLIP, FULL, PID, READ, SHORT, SPILL
 from gear_loader.storage.readers import Readers
@@ -58,7 +59,8 @@ class Allocator:
         block_tables, readers, admission: parts of the same index.
 
     Attributes:
-        writers: open writers of this handle.
+        writers: open writers of this handle. host_part: what makes room in a GPU's memory by moving trajectories to the
+            table's part of host memory, or None.
     """
 
     def __init__(
@@ -76,6 +78,12 @@ class Allocator:
         self._admission = admission
         self._writers_checked = time.monotonic()
         self.writers: weakref.WeakSet[OpenWriter] = weakref.WeakSet()
+        self.host_part: HostPart | None = None
+
+    def look_ahead(self, evict: int) -> None:
+        """Begin to make room in a GPU's memory, before it is needed. Waits for nothing."""
+        if self.host_part is not None:
+            self.host_part.look_ahead(evict)
 
     def obtain(
         self,
@@ -100,6 +108,8 @@ class Allocator:
             TableFullError, RateLimitError, LockTimeoutError: see `Index.begin`.
         """
         backoff: Backoff | None = None
+        stuck = ""  # why the host part cannot make room
+        self.look_ahead(evict)
 
         def try_all() -> tuple[int, str]:
             self._admission.expire()
@@ -113,7 +123,7 @@ class Allocator:
             if answer == FULL or (answer == SHORT and not wait) or self._is_own_doing(answer):
                 raise TableFullError(self._full_message(*needed, evict, wait))
             if answer == SPILL:
-                problem = self._tier_problem(wait)
+                problem = stuck or self._tier_problem(wait)
                 if problem:
                     raise TableFullError(f"{self._full_message(*needed, evict, wait)} {problem}")
             return answer, (
@@ -124,6 +134,13 @@ class Allocator:
             answer, message = self._recovery.locked(try_all)
             if answer == DONE:
                 return
+            if answer == SPILL and self.host_part is not None:
+                found = self.host_part.make_room(evict, wait)
+                if found is None:
+                    continue
+                stuck = found
+                if found:
+                    continue  # once more, for the error
             backoff = backoff or self._admission.backoff()
             if not backoff.sleep():
                 self._recovery.locked(functools.partial(self._admission.note_insert_wait, backoff))
@@ -133,7 +150,7 @@ class Allocator:
                 if answer == SPILL:
                     raise TableFullError(
                         f"Waited {waited}, then timed out. {message} Its memory is full, and trajectories were not "
-                        f"moved to {self._tier_path()} in time: see `Table.stats().disk` of the process that does it."
+                        f"moved out of it in time{self._tier_remedy()}."
                     )
                 if answer == _LIMITED:
                     raise self._admission.refuse_insert(inserts, backoff)
@@ -179,11 +196,15 @@ class Allocator:
             f"The table is full: {what} ({blocks:,} {'block' if blocks == 1 else 'blocks'} of {index.block_steps}) "
             f"to be added to {int(counters[at.NUM_READY]):,} of at most {index.num_slots:,} trajectories"
             f"{unfinished}, {int(counters[at.NUM_STEPS] + counters[at.WRITING_STEPS]):,} of {index.max_steps:,} steps "
-            f"and {index.num_blocks - int(counters[at.NUM_FREE_BLOCKS]):,} of {index.num_blocks:,} blocks. {remedy}"
+            f"and {index.writable_blocks - int(counters[at.NUM_FREE_BLOCKS]):,} of {index.writable_blocks:,} blocks. "
+            f"{remedy}"
         )
 
-    def _tier_path(self) -> str:
-        return "" if self.arrays.tier is None else self.arrays.tier.path
+    def _tier_remedy(self) -> str:
+        tier = self.arrays.tier
+        if tier is None:
+            return ": the part of host memory below is full (host)"
+        return f", to {tier.path}: see `Table.stats().disk` of the process that does it"
 
     def _tier_problem(self, wait: bool) -> str:
         """Why waiting for trajectories to be moved to disk is useless; "" if it is not."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gear_loader.storage import counters as at
+from gear_loader.storage.host_part import used_in_part
+from gear_loader.storage.operations.view import ALL
 from gear_loader.storage.payload import used_bytes, value_bytes
 from gear_loader.storage.states import READY
 from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
@@ -21,7 +23,9 @@ def stats_of(index: Index, region: Region) -> TableStats:
     layout, snapshot = region.layout, index.reader.snapshot()
     counters = index.arrays.counters
     slots_in_use = layout.max_trajectories - int(counters[at.NUM_FREE_SLOTS])
-    blocks = layout.num_blocks - int(counters[at.NUM_FREE_BLOCKS])
+    hosted = int((used_in_part(index.arrays)[:, ALL] > 0).sum())
+    own = layout.writable_blocks - int(counters[at.NUM_FREE_BLOCKS])
+    blocks = own + hosted
     longest = int(snapshot.lengths.max()) if len(snapshot) else 0
     per_block = layout.block_bytes + BLOCK_ENTRY_BYTES
     first = layout.arrays["extent"][0]
@@ -47,6 +51,8 @@ def stats_of(index: Index, region: Region) -> TableStats:
         num_spilled=int(counters[at.NUM_SPILLED]),
         num_lost=int(counters[at.NUM_LOST]),
         num_outdated=int(counters[at.NUM_OUTDATED]),
+        device_bytes=own * layout.block_bytes if layout.device else 0,
+        host_part_bytes=hosted * layout.block_bytes,
         value_bytes=values,
         value_resident_bytes=taken,
         value_reserved_bytes=layout.payload,

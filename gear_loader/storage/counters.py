@@ -18,7 +18,7 @@ import zlib
     WRITING_STEPS,
     WRITING_BLOCKS,
     NUM_FREE_SLOTS,
-    NUM_FREE_BLOCKS,
+    NUM_FREE_BLOCKS,  # of those that writers get
     NEXT_SEQUENCE,
     HALF,
     HEAD,  # two entries, one per half: used entries of `block_ids`
@@ -28,7 +28,7 @@ import zlib
     NEWEST,
     RETIRED_FIRST,
     NUM_RETIRED,
-    RETIRED_BLOCKS,  # blocks used by retired trajectories only
+    RETIRED_BLOCKS,  # blocks of writers used by retired trajectories only
     DIRTY,
     INITIALIZED,
     NUM_EVICTED,
@@ -53,7 +53,7 @@ import zlib
     LEAVING,
     LEAVING_COUNT,
     LEAVING_TOTAL,
-    TIERED,  # 1 if trajectories may lie on disk only
+    TIERED,  # 1 if trajectories move out of the blocks that writers get
     NUM_SPILLED,  # live trajectories that do
     NUM_PARKED,  # entries of `parked`
     PARKED_EPOCH,  # epoch in which their trajectories were spilled
@@ -74,6 +74,8 @@ TOLD = slice(57, 58)
 """1 when a process has logged that the table wastes memory."""
 COMING_BACK = 58
 """1 + the slot whose ragged values get memory, while a trajectory comes back from disk; or 0."""
+WRITABLE_BLOCKS = 59
+"""Blocks that writers get, the last ones; the others are those of `Table.create(host=)`."""
 IDENTITY = slice(60, 64)
 """Used by checkpoints: random name of the table; save that it was loaded from, or 0; pid and start time of the process
 that named a private table, because a forked child has its own copy."""

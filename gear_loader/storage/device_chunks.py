@@ -129,7 +129,8 @@ class Chunks:
     def _begin(self, chunk: _Chunk) -> None:
         """Take blocks for a chunk, which has been committed."""
         blocks = chunk.sink.take_blocks(self._everyone, self._held)
-        chunk.blocks.numpy()[...] = blocks[:, : chunk.blocks.shape[1]]
+        first = chunk.sink.table.region.layout.host_blocks  # number of the first block on the device
+        chunk.blocks.numpy()[...] = blocks[:, : chunk.blocks.shape[1]] - first
 
     def _send(self, last: Rows | None, priorities: Array | None) -> None:
         """Queue the copy of the running chunk into the table, and let the other one be the running one."""
@@ -211,9 +212,9 @@ def check_room(table: Engine, n: int, each: int, held: int, what: str, remedy: s
     """Raise SchemaError unless the table has room for n environments with `each` trajectories of so many steps."""
     layout, count = table.region.layout, n * each
     blocks = count * -(-held // layout.block_steps)
-    if count > layout.max_trajectories or blocks > layout.num_blocks or count * held > layout.max_steps:
+    if count > layout.max_trajectories or blocks > layout.writable_blocks or count * held > layout.max_steps:
         raise SchemaError(
             f"{n:,} environments with {what} hold {count:,} trajectories, {count * held:,} steps and {blocks:,} blocks "
             f"at a time, {each} each; the table has {layout.max_trajectories:,}, {layout.max_steps:,} and "
-            f"{layout.num_blocks:,}. Create the table larger, or {remedy}."
+            f"{layout.writable_blocks:,}. Create the table larger, or {remedy}."
         )

@@ -165,7 +165,8 @@ class Episodes:
             wider = torch.zeros(blocks.shape, dtype=torch.int32, device="cpu", pin_memory=True)
             wider[:, : self._blocks.shape[1]] = self._blocks
             self._blocks = wider
-        self._blocks.numpy()[chosen, : blocks.shape[1]] = blocks[chosen]
+        first = self._sink.table.region.layout.host_blocks  # number of the first block on the device
+        self._blocks.numpy()[chosen, : blocks.shape[1]] = blocks[chosen] - first
 
     # ---------------------------------------------------------------- committing
 

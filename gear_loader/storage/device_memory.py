@@ -2,24 +2,28 @@
 
 All copies are queued on one stream. Blocks are written through pinned staging memory, as images in their own layout, by
 one upload and a launch for each array of blocks; a row is committed when its writes are queued, and what reads it on
-another stream follows them (`follow`). Blocks are read for the host by the way back, which waits for the GPU.
+another stream follows them (`follow`). Blocks are read for the host by the way back, which waits for the GPU. Those of
+trajectories that move to the table's part of host memory are written there by a kernel (`copy_out`).
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from gear_loader.errors import RegionError
 from gear_loader.native import copying
+from gear_loader.storage.disk import Keep
 from gear_loader.storage.layout import LINE, Layout
 from gear_loader.utils.arrays import Array, data_address, outside_inference
 from gear_loader.utils.captures import beside_captures
 from gear_loader.utils.formatting import size as formatted
+from gear_loader.utils.mutex import new_mutex
 from gear_loader.utils.streams import on_stream, own_stream
 
 STAGING_BYTES = 16 << 20
@@ -53,6 +57,9 @@ class DeviceMemory:
 
     Attributes:
         device: as given. num_bytes: of the blocks, as allocated. staging_bytes: of one piece of staging memory.
+        keep: which trajectories stay here while others leave, see `Disk.keep`.
+        moving: held by who moves trajectories to the table's part of host memory. moves: those on their way, see
+            `host_part`, or None. wanted: blocks of that part that they wait for.
 
     Raises:
         RegionError: the GPU has not enough free memory; also where blocks are written or read, for staging memory.
@@ -76,20 +83,31 @@ class DeviceMemory:
         self._written.record(self._stream)
         self._bases = list(dict.fromkeys(column.base for column in layout.columns.values()))
         """First byte of each array of blocks, as of `ColumnLayout`."""
+        self._names: dict[int, list[str]] = {base: [] for base in self._bases}
+        for name, column in layout.columns.items():
+            self._names[column.base].append(name)
         strides = {column.base: column.block_stride for column in layout.columns.values()}
         self._strides: Array = np.array([strides[base] for base in self._bases], dtype=np.int64)
         self._before: Array = np.cumsum(self._strides) - self._strides
-        self._most = max(1, min(layout.num_blocks, STAGING_BYTES // layout.block_bytes))
+        self._first = layout.host_blocks  # number of the first block here
+        self._most = max(1, min(layout.writable_blocks, STAGING_BYTES // layout.block_bytes))
         self.staging_bytes = self._most * layout.block_bytes
         self._spare = collections.deque[_StagedBlocks]()
+        self._copied_ids: torch.Tensor | None = None  # which the GPU may be reading, until `_copied`
+        self._copied = torch.cuda.Event()
+        self.keep: Keep = "auto"
+        self.moving = new_mutex()
+        self.moves: Any = None
+        self.wanted = 0
 
     def blocks(self, name: str) -> torch.Tensor:
         """The blocks that hold column `name`, uint8 ``[blocks, block_stride]``, on the device."""
         return self._blocks(self._layout.columns[name].base)
 
     def _blocks(self, base: int) -> torch.Tensor:
-        stride, first = int(self._strides[self._bases.index(base)]), base - self._layout.index_bytes
-        return self._memory[first : first + self._layout.num_blocks * stride].view(-1, stride)
+        stride, count = int(self._strides[self._bases.index(base)]), self._layout.writable_blocks
+        first = count * self._offset(base)
+        return self._memory[first : first + count * stride].view(-1, stride)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let a stream of the device go on after what was written up to now. Does not wait for the GPU."""
@@ -190,7 +208,7 @@ class DeviceMemory:
         from gear_loader.kernels.store import store
 
         count = len(ids)
-        staging.ids.numpy()[:count] = ids
+        staging.ids.numpy()[:count] = ids - self._first
         image = slice(0, count * self._layout.block_bytes)
         staging.device[image].copy_(staging.host[image], non_blocking=True)
         for base in self._bases:
@@ -229,6 +247,39 @@ class DeviceMemory:
 
     # ---------------------------------------------------------------- to the host
 
+    def copy_out(self, ids: Array, targets: Callable[[str], torch.Tensor], into: Array) -> torch.cuda.Event:
+        """Queue copies of blocks to those of the table's part of host memory, which is pinned.
+
+        Args:
+            ids: int32 [n], blocks. targets: `Region.host_blocks`. into: int32 [n], blocks there.
+
+        Returns:
+            An event after which they are there.
+        """
+        from gear_loader.kernels.store import store
+
+        count = len(ids)
+        self._copied.synchronize()
+        with self._queueing(), self._staged() as staging, outside_inference():
+            numbers = torch.empty((2, count), dtype=torch.int32, device="cpu", pin_memory=True)
+            numbers.numpy()[:] = ids - self._first, into
+            # Kept until the kernels have read it, whatever exception comes.
+            self._copied_ids = numbers
+            try:
+                sources = numbers[0].to(self.device, non_blocking=True)
+                for low in range(0, count, self._most):
+                    some = slice(low, min(low + self._most, count))
+                    for base, names in self._names.items():
+                        blocks, size = self._blocks(base), some.stop - low
+                        stride = blocks.shape[1]
+                        part = staging.device[: size * stride]
+                        torch.index_select(blocks, 0, sources[some], out=part.view(size, stride))
+                        given = targets(names[0]), numbers[1, some].view(size, 1), stride
+                        store(part.view(size, 1, stride), *given)
+            finally:
+                self._copied.record(self._stream)
+        return self._copied
+
     def _part(self, base: int, names: Collection[str]) -> tuple[torch.Tensor, int]:
         """The bytes of some columns in the array of blocks at `base`, uint8 ``[blocks, steps, bytes]`` on the device,
         and the first of them in a step; of columns per trajectory there is one step."""
@@ -253,7 +304,7 @@ class DeviceMemory:
         for low, high, which, begins, steps in self._pieces(first, counts):
             count, end = high - low, 0
             with self._queueing(), self._staged() as staging:
-                staging.ids.numpy()[:count] = ids[low:high]
+                staging.ids.numpy()[:count] = ids[low:high] - self._first
                 staging.device_ids[:count].copy_(staging.ids[:count], non_blocking=True)
                 parts = []
                 for base, names in outs.items():

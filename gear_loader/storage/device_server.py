@@ -329,8 +329,8 @@ class BlockServer:
         if not inside or (first + counts).max() > most:
             raise ValueError(f"spans of steps that are not in 0 to {most - 1}")
         blocks = int((-(-(first + counts) // layout.block_steps) - first // layout.block_steps).sum())
-        if len(ids) != blocks or not 0 <= ids.min() <= ids.max() < layout.num_blocks:
-            raise ValueError(f"{len(ids)} blocks, of {layout.num_blocks}, for spans of {blocks}")
+        if len(ids) != blocks or not layout.host_blocks <= ids.min() <= ids.max() < layout.num_blocks:
+            raise ValueError(f"{len(ids)} blocks, of {layout.writable_blocks}, for spans of {blocks}")
         rows = _row_places(layout, names, int(counts.sum()), parts.rows)
         if rows[-1] > len(memory):
             raise ValueError(f"{rows[-1]} bytes of rows in {len(memory)}")

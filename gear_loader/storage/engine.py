@@ -112,7 +112,8 @@ class Engine:
         targets[once, 1] *= -1
         self.targets: Array = np.ascontiguousarray(targets[added])
         """The columns that are added, for `copying.scatter`."""
-        self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
+        fewest = min(layout.writable_blocks, layout.host_blocks or layout.writable_blocks)
+        self.longest: int = min(layout.max_steps, fewest * layout.block_steps)
         most = INLINE_BYTES - layout.schema.trajectory_bytes
         self.longest_inline: int = (
             min(self.longest, most // layout.schema.step_bytes) if self.device is None else -1
@@ -300,10 +301,11 @@ class Engine:
 
     def _check_lengths(self, lengths: Array) -> None:
         if len(lengths) and lengths.max() > self.longest:
-            bad = int(lengths.argmax())
+            bad, hosted = int(lengths.argmax()), self.region.layout.host_blocks > 0
+            needs = "memory and host: it has to fit into either" if hosted else "max_blocks, if given"
             raise SchemaError(
                 f"Trajectory {bad} has {lengths[bad]:,} steps; this table holds at most {self.longest:,}. "
-                "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
+                f"Create it with a larger max_steps (and {needs}) or split the trajectory."
             )
 
     def _write(self, ids: Array, steps: Steps) -> None:
@@ -319,7 +321,7 @@ class Engine:
         """Approximate number of steps that fit without eviction. Takes no lock."""
         counters, layout = self.index.arrays.counters, self.region.layout
         steps = layout.max_steps - int(counters[NUM_STEPS] + counters[WRITING_STEPS])
-        if not self.has_tier:  # which makes room in memory
+        if not self.moves:  # which makes room in memory
             steps = min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps)
         return max(0, steps)
 
@@ -464,6 +466,11 @@ class Engine:
         return self.region.layout.tier is not None
 
     @property
+    def moves(self) -> bool:
+        """Whether trajectories move while they are in the table; see `Layout.moves`."""
+        return self.region.layout.moves
+
+    @property
     def all_in_memory(self) -> bool:
         """Whether loops of the CPU can read all trajectories where they lie now."""
         return self.device is None and not (self.has_tier and self.num_spilled)
@@ -484,7 +491,7 @@ class Engine:
         return self._tier_reader
 
     def prefer_in_memory(self, keep: Literal["newest", "oldest", "priority"]) -> None:
-        """Tell the owner of a table with a disk tier what is drawn most, for ``Disk(keep="auto")``."""
+        """Tell the owner of a table of which trajectories move what is drawn most, for ``Disk(keep="auto")``."""
         self.index.arrays.tier_counts[KEEP] = 1 + KEEPS.index(keep)
 
     def load_from_disk(self, slots: Array) -> int:
@@ -517,7 +524,7 @@ class Engine:
     def revise(self, updates: PriorityUpdates, *, strict: bool) -> int:
         """Set priorities of trajectories; return the number of rows that were skipped. See `Table.update_priority`."""
         skipped, _ = self.reader().revise(updates, strict=strict)
-        if self.has_tier:
+        if self.moves:
             arrays = self.index.arrays
             current = arrays.generation[updates.slots]
             known = (

@@ -88,7 +88,7 @@ class GroupColumn:
         slots = np.flatnonzero(arrays.state == READY)
         generations = arrays.generation[slots].copy()
         ticket = Ticket()
-        if arrays.tier is not None:  # else blocks of those that move to disk may go to others meanwhile
+        if arrays.moves:  # else blocks of those that move may go to others meanwhile
             self._engine.reader().begin_read(ticket)
         values = ticket.during(lambda: self._values(slots, generations))
         still = (arrays.state[slots] == READY) & (arrays.generation[slots] == generations)

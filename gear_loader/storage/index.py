@@ -40,6 +40,7 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.disk_copies import are_current
 from gear_loader.storage.edit_log import EditLog
 from gear_loader.storage.filled_bits import filled_bits, set_filled
+from gear_loader.storage.host_part import HostPart
 from gear_loader.storage.ids import (
     CLIENT_ORIGIN,
     check_origin_free,
@@ -77,6 +78,7 @@ from gear_loader.storage.states import READY, WRITING
 from gear_loader.storage.tier_counts import WANTED_BYTES
 from gear_loader.utils.arrays import Array
 
+_NO_BLOCKS: Array = np.empty(0, dtype=np.int32)
 INLINE_BYTES = 512 * 1024
 """Largest data that is copied under the lock, in bytes: a copy of this size is cheaper than locking twice."""
 
@@ -107,6 +109,9 @@ class Index:
         self.allocator = Allocator(
             self.arrays, self.recovery, self.block_tables, self.readers, self.admission
         )
+        if region.layout.host_blocks:
+            given = self.arrays, self.recovery, region
+            self.allocator.host_part = HostPart(*given, self.move_out, self.evict)
         self.reader = TableReader(self.arrays, self.recovery, self.readers, self.admission)
         # Of `store_one`: the request, a view of it, and the function that packs values into that.
         self._request: tuple[Array, memoryview, Callable[..., None]] | None = None
@@ -550,6 +555,7 @@ class Index:
         one_by_one |= inserts and self.arrays.rules.rate_limiter is not None
         while True:
             if not one_by_one:
+                self.allocator.look_ahead(evict)
                 self.allocator.look_for_dead_writers()
                 answer = self.recovery.lock.run(change, chosen, at)
                 if answer == DONE:
@@ -641,14 +647,39 @@ class Index:
             live &= are_current(
                 arrays, slots
             )  # also what was so before the lock: a column may be filled since
-            names = slots[live], generations[live]
-            arrays.keep_versions(names[0])
-            done = int(arrays.ops.spill(arrays.where, *names))
-            if done < 0 and self.readers.drop_dead():
-                done = int(arrays.ops.spill(arrays.where, *names))
-            return done
+            arrays.keep_versions(slots[live])
+            return self._spill(slots[live], generations[live], _NO_BLOCKS)
 
         return self.recovery.locked(spill)
+
+    def _spill(self, slots: Array, generations: Array, ids: Array) -> int:
+        """`tiers.spill`, again where something can be done about what is in its way. The caller holds the lock."""
+        ops, where = self.arrays.ops, self.arrays.where
+        done = int(ops.spill(where, slots, generations, ids))
+        if done == -1 and self.readers.drop_dead():
+            done = int(ops.spill(where, slots, generations, ids))
+        if done == -2 and self.allocator.flip(-1):
+            done = int(ops.spill(where, slots, generations, ids))
+        return done
+
+    def move_out(self, slots: Array, generations: Array, blocks: Array, ids: Array) -> int:
+        """Let trajectories have the blocks of the host part that they were copied to; see `tiers.spill`.
+
+        Args:
+            slots, generations: int64 [n], the trajectories, distinct. Those that are gone are skipped.
+            blocks: int64 [n], how many each has. ids: int32, the new ones, of one trajectory after another.
+
+        Returns:
+            Number of trajectories that were moved; a negative one, having done nothing, if readers are in the way.
+        """
+        arrays = self.arrays
+
+        def move() -> int:
+            live = (arrays.state[slots] == READY) & (arrays.generation[slots] == generations)
+            live[live] = arrays.levels(arrays.extent[slots[live], 1]) == 1
+            return self._spill(slots[live], generations[live], ids[np.repeat(live, blocks)])
+
+        return self.recovery.locked(move)
 
     def promote(
         self,
@@ -747,21 +778,23 @@ class Index:
         """`begin` for trajectories of which some are on disk and get no blocks; for an empty table.
 
         Args:
-            lengths, finals: int64 [n]. inside: bool [n], whether each one gets blocks. claim: as for `begin`.
+            lengths, finals: int64 [n]. inside: int8 [n], 0 of those on disk, 1 of those that get blocks, 2 of those in
+                the host part, which get its first blocks. claim: as for `begin`.
             parents, shared: int64 [n]; blocks number `IndexArrays.copied_blocks` to `shared` - 1 are those of one of
-                the n before it, which is inside.
+                the n before it, which is inside; of none in the host part.
             note: called under the lock when `claim` has the slots.
 
         Returns:
-            Blocks of those inside, one trajectory after another, int32 [blocks].
+            Blocks of those not on disk, one trajectory after another, int32 [blocks].
 
         Raises:
             TableFullError: another process has added trajectories to the table meanwhile.
         """
         arrays = self.arrays
-        total = arrays.blocks_of(lengths + finals)
-        new = (total - np.maximum(shared - arrays.copied_blocks, 0))[inside]
-        taken: Array = np.empty(int(new.sum()), dtype=np.int32)
+        total, within = arrays.blocks_of(lengths + finals), inside > 0
+        new = np.where(within, total - np.maximum(shared - arrays.copied_blocks, 0), 0)
+        hosted = np.repeat(inside == 2, new)
+        taken = np.where(hosted, np.cumsum(hosted) - 1, 0).astype(np.int32)
         begins = inside, parents, shared, arrays.copied_blocks
         given = (arrays.where, lengths, finals, *begins, *self.readers.here(), claim.slots, taken)
 
@@ -770,7 +803,7 @@ class Index:
                 return None
             claim.generations = arrays.generation[claim.slots]
             note()
-            ids: Array = arrays.block_ids[ranges(arrays.extent[claim.slots[inside], 1], total[inside])]
+            ids: Array = arrays.block_ids[ranges(arrays.extent[claim.slots[within], 1], total[within])]
             return ids
 
         ids = self.recovery.locked(begin)

@@ -26,7 +26,8 @@ class IndexArrays:
         operations: the operations, compiled or in Python. ops: the same, with IndexError as CorruptTableError.
         where: first argument of the operations.
         stores_at_once: whether `operations.store` may be used.
-        tier: the `Tier` below the memory, or None.
+        tier: the `Tier` below the memory, or None. moves: as of `Layout`.
+        host_blocks, writable_blocks: blocks of the host part, and those that writers get, which follow.
         copied_blocks: first blocks of a prefix that are copied, as they have the values of columns per trajectory.
         edit_unit: bit of `filled` that is set while a trajectory
             is edited, above those of the late columns; the bits above it count the edits. 0 without mutable columns.
@@ -37,10 +38,12 @@ class IndexArrays:
         self.name = region.name
         self.rules = layout.rules
         self.tier = layout.tier
+        self.moves = layout.moves
         self.block_steps = layout.block_steps
         self.max_steps = layout.max_steps
         self.num_slots = layout.max_trajectories
         self.num_blocks = layout.num_blocks
+        self.host_blocks, self.writable_blocks = layout.host_blocks, layout.writable_blocks
         self.half_size = layout.half
         self.block_bytes = layout.block_bytes
         self.counters: Array = region.array("counters")
@@ -124,6 +127,19 @@ class IndexArrays:
         extent = self.extent[slots]
         blocks = self.blocks_of(extent[..., 0] + extent[..., 2])
         return blocks if self.tier is None else np.where(extent[..., 1] < 0, 0, blocks)
+
+    def levels(self, places: Array) -> Array:
+        """Where trajectories lie, int8 [n]: 0 on disk only, 1 in blocks that writers get, 2 in those of the host part.
+
+        Args:
+            places: int64 [n], of their block tables. The caller holds the lock or a read ticket, or looks again under
+                them.
+        """
+        found = (places >= 0).astype(np.int8)
+        if self.host_blocks:
+            inside = np.flatnonzero(found)
+            found[inside] += self.ids_at(places[inside]) < self.host_blocks
+        return found
 
     def versions(self, slots: Array) -> Array:
         """Versions of the policy of trajectories, int64 [n], of a table with such a column.

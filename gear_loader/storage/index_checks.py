@@ -86,7 +86,7 @@ def _bad_derived(index: IndexArrays) -> str | None:
             ),
             slots,
         ),
-        ((at.NUM_FREE_BLOCKS, at.RETIRED_BLOCKS), blocks),
+        ((at.NUM_FREE_BLOCKS, at.RETIRED_BLOCKS, at.WRITABLE_BLOCKS), blocks),
         ((at.HEAD, at.HEAD + 1), index.half_size),
         ((at.NUM_STEPS, at.WRITING_STEPS), index.max_steps),
         ((at.RETIRED_FIRST,), slots - 1),

@@ -31,18 +31,18 @@
                     block_ids  int32 [2, H]               block tables: a trajectory's blocks, one after another
                     free_slots, retired  int32 [T]        stack; ring in order of retirement
                     touched    int32 [T]                  ring of the slots committed, retired or revised last
-                    free_blocks          int32 [N]        stack
+                    free_blocks          int32 [N]        stack of those that writers get
                     uses                 int32 [N, 2]     trajectories that use a block: live ones, all
                     lowest               float32 [G]      lower bound of the priorities of each group of slots
-                    parked               int32 [N]        blocks of trajectories that were moved to disk, until nobody
-                                                          reads them any more; [1] of a table without a disk tier
+                    parked               int32 [N]        blocks of trajectories that were moved, until nobody
+                                                          reads them any more; [1] of a table of which nothing moves
                     stored               int64 [T, 11]    where a trajectory is on disk, see `disk_copies.py`; [T, 21]
                                                           of a table with prefixes, [1, ...] without a disk tier
-                    tier_priority        int64 [T]        [0] without a disk tier. Lower half of the generation, and
+                    tier_priority        int64 [T]        [0] where nothing moves. Lower half of the generation, and
                                                           latest priority that a dataset has given (float32)
                     versions             int64 [T]        version of the policy of a trajectory that lies on disk only;
                                                           [0] without a disk tier, or `version`
-                    tier_counts          int64 [16]       of the disk tier, see `tier_counts.py`; [0] without one
+                    tier_counts          int64 [16]       of the tiers, see `tier_counts.py`; [0] where nothing moves
     next page       record     [N blocks, block_stride B] of a packed table: block_steps records, then padding to a
                                                           multiple of 128 B. A record is one step of all narrow columns
                     column 0   [N blocks, block_stride B] of each other column: block_steps steps, then such padding; of
@@ -54,7 +54,8 @@
     region bytes    log        of values that are being overwritten, see `edit_log.py`; once there were any
 
 T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), or with prefixes 1.5 times the entries that
-`max_steps` steps have; G the number of groups of slots, about sqrt(T). Every
+`max_steps` steps have; G the number of groups of slots, about sqrt(T). Of a table on a GPU with a host part the first
+`host_blocks` of the N blocks lie in the region, where N is their number, and the others in the GPU's memory. Every
 array starts on a multiple of 128 B. A trajectory that lies on disk only has no entries in block_ids: its first entry is
 `operations.view.ON_DISK`. Because a column's base and block stride are such multiples, a 128-byte line never
 holds bytes of two blocks, and whole lines around a step lie inside the region: the GPU kernel reads only whole lines.
@@ -191,8 +192,10 @@ class Layout:
         prefixes: whether trajectories may share the blocks of their first steps, see `prefixes.py`.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
-        device: the GPU in whose memory the blocks lie, such as ``"cuda:0"``: the region holds the index alone; or None.
-        device_bytes: bytes of the blocks there; 0 of others. The first of them is byte `index_bytes` of the layout.
+        device: the GPU in whose memory the blocks lie, such as ``"cuda:0"``, or None. The region then holds the index,
+            and the blocks of the host part.
+        host_blocks: number of the blocks of the host part of a table on a GPU, the first ones; else 0.
+        device_bytes: bytes of the blocks on the GPU; 0 of others. They lie there as in a region.
     """
 
     def __init__(
@@ -209,6 +212,7 @@ class Layout:
         payload: int = 0,
         prefixes: bool = False,
         device: str | None = None,
+        host_blocks: int = 0,
     ) -> None:
         self.schema = schema
         self.payload = payload
@@ -221,7 +225,7 @@ class Layout:
         self.record = Record.of(schema) if packed else None
         self.rules = Rules() if rules is None else rules
         self.tier = tier
-        self.device, on_device = device, device is not None
+        self.device, self.host_blocks = device, host_blocks
         self.group = 1 << ((max_trajectories - 1).bit_length() + 1) // 2
         entries, copy = num_blocks, SHARED_WIDTH if prefixes else COPIES_WIDTH
         if prefixes:  # those of all trajectories, each with a final step
@@ -256,11 +260,11 @@ class Layout:
             ("free_blocks", np.int32, (blocks,)),
             ("uses", np.int32, (blocks, 2)),
             ("lowest", np.float32, (-(-slots // self.group),)),
-            ("parked", np.int32, (1 if tier is None else blocks,)),
+            ("parked", np.int32, (blocks if self.moves else 1,)),
             ("stored", np.int64, (1 if tier is None else slots, copy)),
-            ("tier_priority", np.int64, (0 if tier is None else slots,)),
+            ("tier_priority", np.int64, (slots if self.moves else 0,)),
             ("versions", np.int64, (0 if tier is None or self.rules.version is None else slots,)),
-            ("tier_counts", np.int64, (0 if tier is None else COUNTS,)),
+            ("tier_counts", np.int64, (COUNTS if self.moves else 0,)),
         ]
         offset = round_up(len(self.header), LINE)
         self.arrays: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
@@ -272,10 +276,11 @@ class Layout:
         self.block_bytes = 0
         """Bytes of one block over all columns, padding included."""
         base = end = offset
+        here = host_blocks or num_blocks  # blocks that lie one after another
         shared = 0  # bytes of a block of records
         if self.record is not None:
             shared = self.block_bytes = round_up(self.record.bytes * block_steps, self.record.block_unit)
-            end = round_up(end + num_blocks * shared, LINE)
+            end = round_up(end + here * shared, LINE)
         for name, column in schema.items():
             size = column.step_bytes
             if self.record is not None and name in self.record.offsets:
@@ -285,11 +290,22 @@ class Layout:
             stride = round_up(size * (1 if column.trajectory else block_steps), block_unit(column))
             self.columns[name] = ColumnLayout(end, size, stride, size)
             self.block_bytes += stride
-            end = round_up(end + num_blocks * stride, LINE)
-        self.device_bytes = num_blocks * self.block_bytes if on_device else 0
-        self.payload_offset = end = base if on_device else end
-        end += 0 if on_device else payload + LINE
+            end = round_up(end + here * stride, LINE)
+        self.device_bytes = 0 if device is None else self.writable_blocks * self.block_bytes
+        only_index = device is not None and not host_blocks
+        self.payload_offset = end = base if only_index else end
+        end += 0 if only_index else payload + LINE
         self.region_bytes = round_up(end, mmap.PAGESIZE)
+
+    @property
+    def writable_blocks(self) -> int:
+        """Number of blocks that writers get, the last ones: all but those of the host part."""
+        return self.num_blocks - self.host_blocks
+
+    @property
+    def moves(self) -> bool:
+        """Whether trajectories move: to disk, or to the host part of a table on a GPU."""
+        return self.tier is not None or self.host_blocks > 0
 
     @property
     def slot_bytes(self) -> int:
@@ -317,6 +333,7 @@ class Layout:
             "payload": self.payload,
             "prefixes": self.prefixes,
             "device": self.device,
+            "host_blocks": self.host_blocks,
         }
         header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
         if len(header) > HEADER_LIMIT:
@@ -384,7 +401,9 @@ class Layout:
             "block_steps": LARGEST_SIZE,
             "num_blocks": LARGEST_COUNT,
         }
-        expected = sorted([*sizes, "packed", "payload", "prefixes", "schema", "rules", "tier", "device"])
+        expected = sorted(
+            [*sizes, "packed", "payload", "prefixes", "schema", "rules", "tier", "device", "host_blocks"]
+        )
         if not isinstance(fields, dict) or sorted(fields) != expected:
             raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
         for key, largest in sizes.items():
@@ -407,12 +426,18 @@ class Layout:
             raise SchemaError(f"device is {reprlib.repr(device)}; expected None or a GPU such as 'cuda:0'")
         if device is not None and (payload or flags["prefixes"]):
             raise SchemaError(f"device is {device!r}, with payload or prefixes; expected neither")
+        host_blocks = fields["host_blocks"]
+        most = 0 if device is None else fields["num_blocks"] - 1
+        if type(host_blocks) is not int or not 0 <= host_blocks <= most:
+            raise SchemaError(
+                f"host_blocks is {reprlib.repr(host_blocks)}; expected an integer from 0 to {most:,}"
+            )
         if not isinstance(fields["rules"], dict):
             raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
         schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
         tier = None if fields["tier"] is None else Tier.from_json(fields["tier"])
         counts = {key: fields[key] for key in (*sizes, "payload")}
-        return cls(schema, rules=rules, tier=tier, device=device, **flags, **counts)
+        return cls(schema, rules=rules, tier=tier, device=device, host_blocks=host_blocks, **flags, **counts)
 
 
 def read_counters(fd: int, size: int) -> tuple[Layout, tuple[int, ...]]:

@@ -45,7 +45,7 @@ class Changes:
         sequences: int64 [n]. priorities: float32 [n], `UNSET` for a trajectory without one.
         revised: bool [n], whether `TableReader.revise` has set the priority of the slot since.
         steps_revised: bool [n], whether the last of these calls was for the trajectory's steps, too.
-        extents: int64 [n, 3], `extent` of the slots at that moment; None of a table without a disk tier.
+        extents: int64 [n, 3], `extent` of the slots at that moment; None of a table of which nothing moves.
     """
 
     position: int
@@ -87,9 +87,7 @@ class TableReader:
         )
         self.draws_inline = not admission.has_conditions
         """Whether `draw_inline` may be used: no rule of the table asks more of a draw than an unchanged index."""
-        self._needs_lock = (
-            arrays.tier is not None or arrays.edit_unit != 0
-        )  # for what is drawn and gathered in one call
+        self._needs_lock = arrays.moves or arrays.edit_unit != 0  # for what is drawn and gathered in one call
         self.queues_inline = self.draws_inline and not self._needs_lock
         """Whether `queue_inline` may be used."""
         self._no_changes: Changes | None = None  # latest result of `begin_changes`, if it was empty
@@ -340,7 +338,7 @@ class TableReader:
             self.arrays.priority[slots],
             revised,
             revised & ((marks & 1) > 0),
-            None if self.arrays.tier is None else self.arrays.extent[slots],
+            self.arrays.extent[slots] if self.arrays.moves else None,
         )
 
     def follow(self, since: int, read: Callable[[Array | None], _T]) -> tuple[int, _T]:

@@ -94,14 +94,15 @@ class Recovery:
         writing = np.flatnonzero(index.state == WRITING)
         half = starts[used] // index.half_size
         ends = starts[used] - half * index.half_size + blocks[used]
-        free = uses[:, ALL] == 0
+        free, writable = uses[:, ALL] == 0, np.arange(index.num_blocks) >= index.host_blocks
+        retired_blocks = writable & ~free & (uses[:, LIVE] == 0)
         return {
             "uses": uses,
             "ready": ready,
             "retired": retired,
             "parked": parked,
             "free_slots": np.flatnonzero(index.state == FREE),
-            "free_blocks": np.flatnonzero(free),
+            "free_blocks": np.flatnonzero(free & writable),
             "ends": [int(ends[half == side].max(initial=0)) for side in (0, 1)],
             "counts": {
                 at.NUM_READY: len(ready),
@@ -112,9 +113,9 @@ class Recovery:
                 at.WRITING_STEPS: int(lengths[writing].sum()),
                 at.WRITING_BLOCKS: int(blocks[writing].sum()),
                 at.NUM_RETIRED: len(retired),
-                at.RETIRED_BLOCKS: int((~free & (uses[:, LIVE] == 0)).sum()),
+                at.RETIRED_BLOCKS: int(retired_blocks.sum()),
                 at.NUM_FREE_SLOTS: int((index.state == FREE).sum()),
-                at.NUM_FREE_BLOCKS: int(free.sum()),
+                at.NUM_FREE_BLOCKS: int((free & writable).sum()),
             },
         }
 
@@ -184,7 +185,8 @@ class Recovery:
         index.free_blocks[: len(derived["free_blocks"])] = derived["free_blocks"][::-1]
         index.retired[: len(derived["retired"])] = derived["retired"]
         index.parked[: len(derived["parked"])] = derived["parked"]
-        counters[at.TIERED] = index.tier is not None
+        counters[at.TIERED] = index.moves
+        counters[at.WRITABLE_BLOCKS] = index.writable_blocks
         index.uses[:] = derived["uses"]
         index.lowest[:] = -np.inf  # no bound yet: computed at the next search
         counters[at.RETIRED_FIRST] = 0
@@ -221,6 +223,10 @@ class Recovery:
         places = ranges(starts, index.blocks_at(used))
         taken = index.block_ids[places]
         assert ((taken >= 0) & (taken < index.num_blocks)).all(), "a block id is out of range"
+        owner = np.repeat(np.arange(len(used)), index.blocks_at(used))
+        hosted = np.bincount(owner[taken < index.host_blocks], minlength=len(used))
+        whole = (hosted == 0) | (hosted == index.blocks_at(used))
+        assert whole.all(), "a trajectory lies on a GPU and in host memory"
         begun = self._check_prefixes(used)
         own = ~np.isin(places, begun)
         self._check_sharing(taken[own], np.repeat(index.stream[used], index.blocks_at(used))[own])

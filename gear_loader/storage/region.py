@@ -403,7 +403,7 @@ class Region:
             if device_memory is not None:
                 mapping.device_memory = device_memory
                 mapping.keep_from_children()
-            return cls(mapping, layout, None)
+            return cls(mapping, layout, None)._with_host_part()
 
         path = region_path(name)
         if os.path.lexists(path):
@@ -431,7 +431,32 @@ class Region:
                 f"Named tables lie in {shared_memory.DIRECTORY}, which is {kind} and not tmpfs: the system also writes "
                 "them to its storage, which is slow. Let GEAR_LOADER_DIR name a directory on a tmpfs.",
             )
-        return cls(mapping, layout, name)
+        return cls(mapping, layout, name)._with_host_part()
+
+    def _with_host_part(self) -> Region:
+        """This new region, whose host part is pinned if it has one; else RegionError, and it is gone."""
+        memory, pinned = self.device_memory, True
+        if self.layout.host_blocks:
+            assert memory is not None
+            try:
+                pinned = self.pin(memory.device) and self.is_pinned
+            except BaseException:
+                pinned = False
+                raise
+            finally:
+                if not pinned:
+                    self._discard()
+        if not pinned:
+            raise RegionError(
+                f"The host part of a table in the memory of {self.layout.device} cannot be pinned, so kernels do not "
+                "write there; `gear-loader doctor` says why. Leave host out: a Disk with a size can be below the GPU."
+            )
+        return self
+
+    def _discard(self) -> None:
+        if self.name is not None:
+            self.unlink()
+        self.close()
 
     @classmethod
     def attach(cls, name: str) -> Region:
@@ -496,10 +521,15 @@ class Region:
             return memory.blocks(name)
         return torch.from_numpy(self._host_blocks(name))
 
+    def host_blocks(self, name: str) -> torch.Tensor:
+        """`blocks` of the host part of a table on a GPU: those before the GPU's, in numbers, too."""
+        return torch.from_numpy(self._host_blocks(name))
+
     def _host_blocks(self, name: str) -> np.ndarray[Any, Any]:
-        assert self.layout.device is None
-        column = self.layout.columns[name]
-        count = self.layout.num_blocks * column.block_stride
+        layout = self.layout
+        assert layout.device is None or layout.host_blocks
+        column = layout.columns[name]
+        count = (layout.host_blocks or layout.num_blocks) * column.block_stride
         return self._view()[column.base : column.base + count].reshape(-1, column.block_stride)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
@@ -520,10 +550,12 @@ class Region:
         """Where column `name` lies, int64 [5], as `gear_loader.native.copying.copy_rows` takes it: address of its first
         step, bytes from block to block, of a step, and from step to step in a block, and steps of a block.
 
-        The address is 0 if the blocks lie on a GPU: no loop of the CPU takes it."""
+        The address is 0 if the blocks lie on a GPU: no loop of the CPU takes it. With a host part it is there."""
         place = self.layout.columns[name]
         sizes = place.block_stride, place.step_bytes, place.step_stride, self.layout.block_steps
-        first = 0 if self.layout.device else self.column(name).ctypes.data
+        first = 0
+        if self.layout.device is None or self.layout.host_blocks:
+            first = self.column(name).ctypes.data
         return np.array([first, *sizes], dtype=np.int64)
 
     def _view(self) -> np.ndarray[Any, Any]:

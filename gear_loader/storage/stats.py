@@ -41,6 +41,8 @@ class TableStats:
         promoted_bytes: bytes of trajectories that were brought back into memory.
         disk_wait: share of the time that batches were read from disk, over ten seconds, in the process that waited most
             in the last minute. From 0.7 on the disk is too slow for the loop, and ``str()`` says so.
+        device_bytes, host_part_bytes: bytes of the blocks in use in a GPU's memory, and in the part of host memory
+            below (``Table.create(device=, host=)``), of `resident_bytes`; 0 of other tables. `spilled_bytes` lie below.
         value_bytes: bytes of the ragged values of live trajectories in memory, part of `payload_bytes`.
         value_resident_bytes: bytes of the memory of ragged values in use, with headers, padding, unfinished and retired
             trajectories, part of `resident_bytes`. value_reserved_bytes: all of it, `Memory.payload`.
@@ -73,6 +75,8 @@ class TableStats:
     miss_seconds: float = 0.0
     promoted_bytes: int = 0
     disk_wait: float = 0.0
+    device_bytes: int = 0
+    host_part_bytes: int = 0
     value_bytes: int = 0
     value_resident_bytes: int = 0
     value_reserved_bytes: int = 0
@@ -118,10 +122,18 @@ class TableStats:
                 line("resident", self.resident_bytes, self.overhead),
                 line("if padded", self.fixed_row_bytes, self.fixed_row_overhead),
                 line("reserved", self.reserved_bytes, self.reserved_bytes / payload),
+                *self._level_lines(),
                 *self._value_lines(),
                 *self._disk_lines(),
             )
         )
+
+    def _level_lines(self) -> list[str]:
+        if not self.device_bytes and not self.host_part_bytes:
+            return []
+        return [
+            f"{'on the GPU':<14}{self.device_bytes:>16,} B, in host memory below {self.host_part_bytes:,} B"
+        ]
 
     def _value_lines(self) -> list[str]:
         if not self.value_reserved_bytes:

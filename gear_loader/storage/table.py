@@ -128,6 +128,7 @@ class Table:
         if_exists: Literal["error", "attach", "replace"] = "error",
         disk: Disk | Tier | None = None,
         device: str | torch.device | None = None,
+        host: int | str | None = None,
     ) -> Table:
         """Create an empty table.
 
@@ -182,12 +183,19 @@ class Table:
                 `memory` are on that disk, and batches for the device read them from there. Not with late,
                 mutable or ragged columns, or versions of a policy. By default everything is in host memory. See
                 docs/gpu.md.
+            host: with `device` and `memory`, bytes of a part of host memory below the GPU's: an int, or a text such as
+                ``"500GiB"``. When few blocks are free on the GPU, the oldest trajectories move there, or those that
+                ``Disk(keep=)`` values least; no block is in both. The part is pinned, which this call waits for (about
+                0.1 s a GB): kernels read it over the bus, and the CPU and other processes read it where it lies. What
+                does not fit there moves to a `disk` that has a size; without one `on_full` decides. A trajectory has to
+                fit into either. Draws by priority are made by the host.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node or a device that does not exist, or the existing
                 table differs.
             RegionError: the name is taken or invalid, there is not enough memory, ``huge_pages=True`` is not possible,
-                or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can replace tables.
+                `host` cannot be pinned, or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can
+                replace tables.
             CheckpointError: the directory of `disk` holds a table or other files, is in use, or cannot be written. No
                 table is left.
             ImportError: the package of a column's codec is not installed; the message names what to install.
@@ -212,6 +220,7 @@ class Table:
             limits=limits,
             tier=tier,
             device=where,
+            host=host,
         )
         late = {name: layout.schema[name] for name in layout.schema.late}
         if tier is not None:
@@ -404,6 +413,7 @@ class Table:
         on_full: OnFull | None = None,
         progress: bool = False,
         device: str | torch.device | None = None,
+        host: int | str | None = None,
     ) -> Table:
         """Create a table from a checkpoint.
 
@@ -425,6 +435,7 @@ class Table:
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
             device: as for `create`, whatever the saved table was. Read by way of host memory, 256 MiB at a time.
+            host: as for `create`, with `max_blocks` as the blocks on the GPU. The newest trajectories are read there.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged or of another version or schema; or it does not fit
@@ -443,6 +454,7 @@ class Table:
             on_full=on_full,
             progress=progress,
             device=device,
+            host=host,
         )
         table: Table = provided("load")(cls, path_or_address(path), options)
         return table
@@ -464,6 +476,7 @@ class Table:
         on_full: OnFull | None = None,
         progress: bool = False,
         device: str | torch.device | None = None,
+        host: int | str | None = None,
     ) -> Table:
         """Create a table from what `create(disk=)` has written last, and go on writing into the same directory.
 
@@ -477,7 +490,7 @@ class Table:
             schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, payload, on_full, progress: as
                 for `load`. With `Disk.size` the memory is by default that of the saved table.
             memory: in place of `max_blocks`, as for `create`.
-            device: as for `load`.
+            device: as for `load`. host: as for `create`.
 
         Raises:
             CheckpointError: as `load`; or the directory is in use, holds links, or cannot be written.
@@ -496,6 +509,7 @@ class Table:
             on_full=on_full,
             progress=progress,
             device=device,
+            host=host,
         )
         table: Table
         disk = disk if isinstance(disk, Disk) else Disk(disk)
@@ -741,7 +755,7 @@ class Table:
             SchemaError: as `writer`, or invalid sizes.
         """
         count, layout = at_least("n", n), self._engine.region.layout
-        most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
+        most = min(layout.max_trajectories, layout.writable_blocks, layout.max_steps)
         chosen = None if device is None else device_of(device)
         has_blocks = self._engine.device is None or self._engine.region.device_memory is not None
         if self._engine.device not in (None, chosen) or not has_blocks:
@@ -749,8 +763,8 @@ class Table:
         if count > most:
             raise SchemaError(
                 f"n is {count:,}; expected at most {most:,}, as each environment writes into a slot and a block of "
-                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
-                f"and {layout.max_steps:,} steps. Create the table larger."
+                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.writable_blocks:,} "
+                f"blocks and {layout.max_steps:,} steps. Create the table larger."
             )
         if device is not None:
             if overlap_steps or commit_every_step:

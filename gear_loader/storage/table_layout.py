@@ -37,10 +37,11 @@ def table_layout(
     limits: Limits | None,
     tier: Tier | None,
     device: torch.device | None = None,
+    host: Any = None,
 ) -> Layout:
     """The layout of a table with these options of `Table.create`, which has its rules too.
 
-    `device`: the GPU in whose memory its blocks lie, with its index; or None.
+    `device`: the GPU in whose memory its blocks lie, with its index; or None. `host`: bytes of its part of host memory.
 
     Raises:
         SchemaError: invalid sizes, columns or rules.
@@ -60,6 +61,18 @@ def table_layout(
             "disk has a size, and memory was not given: then everything is in memory, and nothing is moved to disk. "
             "Give memory, such as '20GiB'."
         )
+    if host is not None:
+        byte_count("host", host)
+        if device is None:
+            raise SchemaError(
+                f"host is {shown(host)}, and the blocks are not in the memory of a GPU: then all of them are in host "
+                "memory. Give device, such as 'cuda', or leave host out."
+            )
+        if memory.size is None and memory.max_blocks is None:
+            raise SchemaError(
+                f"host is {shown(host)}, and memory was not given: then everything is in the GPU's memory, and nothing "
+                "moves out of it. Give memory, such as '60GiB'."
+            )
     sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
     if memory.max_blocks is not None:
         sizes["max_blocks"] = memory.max_blocks
@@ -77,7 +90,8 @@ def table_layout(
             f"{max_trajectories:,}. Make one of them smaller or the other larger."
         )
     options: dict[str, Any] = {name: int(value) for name, value in sizes.items()}
-    max_blocks = options.pop("max_blocks", None) or most_blocks(**options)
+    most = most_blocks(**{name: options[name] for name in ("max_steps", "max_trajectories", "block_steps")})
+    max_blocks = options.pop("max_blocks", None) or most
     options.update(
         packed=packed, rules=rules, tier=tier, device=device and str(device), payload=_payload(schema, memory)
     )
@@ -86,12 +100,27 @@ def table_layout(
         options["prefixes"] = True
     if memory.size is not None:
         max_blocks = blocks_within(memory.size, max_blocks, schema, **options)
+    if host is not None:
+        options["host_blocks"] = host_blocks = _host_blocks(schema, host, most + max_trajectories, options)
+        max_blocks += host_blocks
     if max(max_blocks, max_trajectories) >= 2**31:
         raise SchemaError(
             f"{max_blocks:,} blocks and {max_trajectories:,} trajectories were asked for; expected less than "
             "2**31 of each. Raise block_steps or split the table."
         )
     return Layout(schema, num_blocks=max_blocks, **options)
+
+
+def _host_blocks(schema: Schema, host: Any, most: int, options: dict[str, Any]) -> int:
+    """Number of blocks of a table's part of host memory, at most `most`; raises SchemaError if not one fits."""
+    count = byte_count("host", host)
+    size = Layout(schema, num_blocks=1, **options).block_bytes
+    if count < size:
+        raise SchemaError(
+            f"host is {shown(host)}, {count:,} bytes, and one block of {options['block_steps']} steps takes {size:,}. "
+            "Raise it, or leave it out."
+        )
+    return min(count // size, most)
 
 
 def _check_prefixes(schema: Schema, other: str | None) -> None:

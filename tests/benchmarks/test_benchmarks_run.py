@@ -349,7 +349,7 @@ def test_gpu_check_wants_a_folder_and_tests_without_a_package_of_the_benchmarks(
 @needs_no_gpu
 def test_gpu_check_passes_on_the_stand_in_from_end_to_end(tmp_path: Path) -> None:
     """With small sizes; of the tests those of users' calls that replay, as kernels are not executed there, and those of
-    tables in the GPU's memory with a disk; those with names need a thread that takes turns with the test.
+    tables in the GPU's memory with others below; those with names need a thread that takes turns with the test.
 
     Without `overlap`: there nothing takes place beside anything.
     """
@@ -359,7 +359,7 @@ def test_gpu_check_passes_on_the_stand_in_from_end_to_end(tmp_path: Path) -> Non
         f"""#!/bin/bash
 if [[ "$*" != "-m pytest"* ]]; then exec {sys.executable} {stand_in} "$@"; fi
 [[ "$*" == *test_on_gpu.py* ]] || {{ echo "kernels are not executed on the stand-in"; exit 0; }}
-exec {sys.executable} {stand_in} "$@" -k "(replays or disk_below) and (uniform or annealed or packed)"
+exec {sys.executable} {stand_in} "$@" -k "(replays or others_below) and (uniform or annealed or packed)"
 """,
     )
     out, environment = tmp_path / "out", {**os.environ, "PYTHON": str(python), "BENCH": "--quick --repeats 1"}

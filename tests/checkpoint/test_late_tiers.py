@@ -144,7 +144,8 @@ def test_a_trajectory_that_is_moved_while_it_is_filled(
 
         def late_finish(self: Any, *args: Any, **options: Any) -> int:
             if not moved:
-                moved.append(table._engine.index.arrays.ops.spill(table._engine.index.arrays.where, *names))
+                given = table._engine.index.arrays.where, *names, np.empty(0, dtype=np.int32)
+                moved.append(table._engine.index.arrays.ops.spill(*given))
             return finish(self, *args, **options)
 
         names = np.array([index]), table._engine.index.arrays.generation[[index]]

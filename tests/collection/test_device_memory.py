@@ -19,7 +19,7 @@ from source_conformance import SCHEMA, TRAJECTORIES, SourceConformance
 from streams.cuda import Cuda
 from streams.machine import Policy
 from test_batches_of_sources import SIZES, of_table
-from tier_common import move, spill, tier_at
+from tier_common import move, move_out, spill, tier_at
 from tier_common import promote as move_back
 
 import gear_loader as gear
@@ -84,6 +84,21 @@ class TestSourceWithDisk(TestSource):
         return source, slots
 
 
+class TestSourceWithHost(TestSource):
+    """Half of it lies in host memory."""
+
+    def make(self, trajectories: list[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Any, np.ndarray]:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(device_memory, "STAGING_BYTES", 12_000)
+        stack.enter_context(stand_in())
+        table = stack.enter_context(on_gpu(max_blocks=400, host="1MiB"))
+        slots = table.extend(trajectories)
+        assert move_out(table, slots[::2]) == len(slots[::2])
+        source = table._engine.tier_reader()
+        source.schema = Schema(SCHEMA)  # type: ignore[attr-defined]
+        return source, slots
+
+
 class TestTable(BatchConformance):
     @pytest.fixture(params=mostly_long(("gpu", "cpu", "staged"), "gpu", sample=2))
     def mover(self, request: Any) -> Iterator[str]:
@@ -97,6 +112,16 @@ class TestTable(BatchConformance):
 
     def make(self, stack: contextlib.ExitStack, *, packed: bool) -> Made:
         return of_table(stack.enter_context(on_gpu(packed=packed)), stack)
+
+
+class TestTableWithHost(TestTable):
+    """Half of the rows lie in host memory."""
+
+    def make(self, stack: contextlib.ExitStack, *, packed: bool) -> Made:
+        table = stack.enter_context(on_gpu(packed=packed, max_blocks=400, host="1MiB"))
+        made = of_table(table, stack)
+        assert move_out(table, [0, 2, 4, 6]) == 4
+        return made
 
 
 # ---------------------------------------------------------------- random programs
@@ -118,15 +143,19 @@ class Program:
 
     Args:
         tiered: whether it has memory for a third of its steps, and the others are moved to a disk by its thread.
+        hosted: whether others move to a part of host memory, for all of them or a part.
     """
 
-    def __init__(self, seed: int, path: Path, *, tiered: bool = False) -> None:
+    def __init__(self, seed: int, path: Path, *, tiered: bool = False, hosted: bool = False) -> None:
         self.choose, self.path, self.number, self.tiered = random.Random(seed), path, 0, tiered
         size, more = self.choose.choice([3, 4, 16]), dict[str, Any]()
         if tiered:
             keep: Any = self.choose.choice(["newest", "oldest", "priority"])
             disk = gear.Disk(path / "tier", sync_seconds=1e6, size="1GiB", keep=keep)
             more = {"disk": disk, "max_blocks": 3 * -(-40 // size) + 2}
+        if hosted:
+            host = self.choose.choice([30_000, 60_000, 500_000])
+            more |= {"host": host, "max_blocks": 2 * -(-40 // size) + 2}
         self.table = on_gpu(
             block_steps=size,
             packed=self.choose.choice([True, False]),
@@ -143,6 +172,8 @@ class Program:
         }
         packed = {"windows": gear.Whole(), "layout": "packed"}
         samplers = [gear.Uniform(), gear.Uniform(unit="step"), gear.Prioritized(0.7), gear.TopK()]
+        if hosted:
+            samplers.append(gear.Prioritized(0.7, unit="step"))
         self.data = [
             gear.ReplayDataset(self.table, batch_size=7, sampler=sampler, device=device, **options)
             for device in ("cpu", DEVICE)
@@ -160,6 +191,8 @@ class Program:
             self.choose.choice(actions + [self.move] * self.tiered)()
         self.save()
         self.table.check_valid()
+        stats = self.table.stats()
+        self.moved, self.spilled = stats.host_part_bytes, stats.num_spilled
         found = [self.table[slot] for slot in self.table.indices().tolist()]
         self.table.close()
         if self.tiered:
@@ -169,8 +202,16 @@ class Program:
         move(self.table, np.random.default_rng(self.choose.randrange(1 << 30)))
 
     def recover(self, expected: list[dict[str, torch.Tensor]]) -> None:
-        for device, size in ((DEVICE, "1GiB"), (None, "1GiB"), (DEVICE, None)):
-            with gear.Table.recover(gear.Disk(self.path / "tier", size=size), device=device) as table:
+        with_host = {"host": "1MiB", "max_blocks": 40}
+        kinds: list[tuple[Any, Any, dict[str, Any]]] = [
+            (DEVICE, "1GiB", {}),
+            (None, "1GiB", {}),
+            (DEVICE, None, {}),
+        ]
+        kinds += [(DEVICE, "1GiB", {"host": 60_000}), (DEVICE, None, with_host)]
+        for device, size, more in kinds:
+            disk = gear.Disk(self.path / "tier", size=size)
+            with gear.Table.recover(disk, device=device, **more) as table:
                 assert table._engine.device == device
                 assert len(table) == len(expected)
                 for slot, values in zip(table.indices().tolist(), expected, strict=True):
@@ -227,10 +268,13 @@ class Program:
         self.remove()
         self.extend()
         self.table.save(self.path / "saved")  # a second round, of what is new
-        for device in (None, DEVICE):
-            with gear.Table.load(self.path / "saved", device=device, block_steps=5) as loaded:
+        with_host = {"host": "1MiB", "max_blocks": 12}
+        for device, more in ((None, {}), (DEVICE, {}), (DEVICE, with_host)):
+            with gear.Table.load(self.path / "saved", device=device, block_steps=5, **more) as loaded:
                 assert loaded._engine.device == device
                 assert len(loaded) == len(self.table)
+                stats = loaded.stats()
+                assert (stats.host_part_bytes > 0) == (bool(more) and stats.blocks_in_use > 12)
                 for one, other in zip(loaded.indices().tolist(), self.table.indices().tolist(), strict=True):
                     for name, values in self.table[other].items():
                         assert torch.equal(loaded[one][name], values)
@@ -271,6 +315,19 @@ def test_steps_that_are_shared_on_disk_are_apart_on_a_gpu(
                 for name, values in table[other].items():
                     assert torch.equal(loaded[one][name], values)
             loaded.check_valid()
+
+
+@pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))
+@pytest.mark.parametrize("seeds", amounts(range(1), range(1, 3), range(3, 12)))
+def test_random_programs_with_host_memory_below(
+    seeds: range, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in seeds:
+        monkeypatch.setattr(device_memory, "STAGING_BYTES", (20_000, 4_000)[seed % 2])
+        with stand_in(policy, seed):
+            program = Program(seed, tmp_path / str(seed), hosted=True)
+            program.run(40)
+            assert program.moved > 0
 
 
 @pytest.mark.parametrize("policy", mostly_long(POLICIES, "random"))

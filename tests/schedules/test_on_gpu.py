@@ -196,26 +196,35 @@ def test_rows_that_the_gpu_draws_are_those_of_the_cpu(place: Place, kind: str) -
         del batch, found
 
 
+@pytest.mark.parametrize(
+    ("size", "host"), [("1GiB", None), (None, "1MiB"), ("1GiB", 25_000)], ids=["disk", "host", "both"]
+)
 @pytest.mark.parametrize("kind", mostly_long(["uniform", "annealed", "packed"], "annealed", "packed"))
-def test_a_table_in_the_memory_of_the_gpu_with_a_disk_below(place: Place, kind: str, tmp_path: Path) -> None:
+def test_a_table_in_the_memory_of_the_gpu_with_others_below(
+    place: Place, kind: str, size: Any, host: Any, tmp_path: Path
+) -> None:
     """It has memory for half of its trajectories."""
-    disk, memory = gear.Disk(tmp_path, sync_seconds=0.05, size="1GiB"), gear.Memory(max_blocks=50)
+    disk, memory = gear.Disk(tmp_path, sync_seconds=0.05, size=size), gear.Memory(max_blocks=50)
     with place.disks(), made_table() as whole:
-        with made_table(device=DEVICE, disk=disk, memory=memory) as table:
+        with made_table(device=DEVICE, disk=disk, memory=memory, host=host) as table:
             found, expected = dataset(table, kind), dataset(whole, kind, "cpu")
             for batch, other in zip(found, expected, strict=True):
                 check(batch)
                 equal(batch, other)
-            assert 0 < table.stats().num_spilled < len(table)
+            stats = table.stats()
+            assert (0 < stats.num_spilled < len(table)) == (size is not None)
+            assert (stats.host_part_bytes > 0) == (host is not None)
             del batch, found
-        with gear.Table.recover(disk, device=DEVICE) as table:
+        with gear.Table.recover(disk, device=DEVICE, host=host, max_blocks=50 if host else None) as table:
             check(dataset(table, kind).sample())
             for one, other in zip(table.indices().tolist(), whole.indices().tolist(), strict=True):
                 equal(table[one], whole[other])
 
 
-def test_a_forked_child_reads_a_table_in_the_memory_of_the_gpu(place: Place) -> None:
-    with place.serving(), made_table() as whole, made_table(device=DEVICE, name=fresh_name()) as table:
+@pytest.mark.parametrize("host", [None, "1MiB"])
+def test_a_forked_child_reads_a_table_in_the_memory_of_the_gpu(place: Place, host: Any) -> None:
+    options = {"device": DEVICE, "name": fresh_name(), "memory": gear.Memory(max_blocks=50 if host else 150)}
+    with place.serving(), made_table() as whole, made_table(**options, host=host) as table:
         try:
             if (child := os.fork()) == 0:
                 status = 1
@@ -333,9 +342,13 @@ def test_a_call_from_a_stream_that_captures_is_refused(place: Place, kind: str) 
 @pytest.mark.parametrize(
     "kind", mostly_long(["uniform", "annealed", "distinct", "packed"], "distinct", "packed")
 )
-def test_a_writer_that_evicts_beside_batches(place: Place, kind: str) -> None:
+@pytest.mark.parametrize("home", ["host", pytest.param("GPU and host", marks=pytest.mark.long)])
+def test_a_writer_that_evicts_beside_batches(place: Place, kind: str, home: str) -> None:
     """For seconds: no row is torn, or of a trajectory that came later."""
-    with made_table() as table:
+    options: dict[str, Any] = {}
+    if home == "GPU and host":  # trajectories move to the latter, and are evicted there
+        options = {"device": DEVICE, "memory": gear.Memory(max_blocks=50), "host": 50_000}
+    with made_table(**options) as table:
         data, ended, begin = dataset(table, kind, batches_per_epoch=float("inf")), [False], time.monotonic()
 
         def write() -> None:

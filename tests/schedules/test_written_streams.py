@@ -69,8 +69,10 @@ class Streams:
                 assert torch.equal(final["obs"], self.rows[t + steps - 1]["obs"][env] + 1)
 
 
-def home(seed: int) -> dict[str, Any]:
-    """Options of a table that lies, with each fourth seed, in the memory of the device."""
+def home(seed: int, cuda: Cuda) -> dict[str, Any]:
+    """Options of a table that lies, with each fourth seed, in the memory of the device, or there and in host memory."""
+    if seed % 4 == 3 and not cuda.refuse_pinning:
+        return {"device": DEVICE, "host": "1MiB"}
     return {"device": DEVICE} if seed % 4 == 1 else {}
 
 
@@ -88,11 +90,12 @@ def play(seed: int, policy: Policy) -> Cuda:
     chunks = 2 * n + (choose.choice([1, n]) if evicts else n * (calls // chunk + 3))
     streams = Streams(n, seed)
     with cuda.installed():
-        size = choose.choice([1, 3, 4])
-        memory = gear.Memory(packed=choose.choice([True, False]), max_blocks=chunks * -(-(chunk + 1) // size))
+        size, where = choose.choice([1, 3, 4]), home(seed, cuda)
+        here = 2 * n + 1 if "host" in where else chunks
+        memory = gear.Memory(packed=choose.choice([True, False]), max_blocks=here * -(-(chunk + 1) // size))
         table = gear.Table.create(
             SCHEMA, max_steps=chunks * (chunk + 1), max_trajectories=chunks, block_steps=size, memory=memory,
-            on_full="evict_oldest" if evicts else "error", **home(seed),
+            on_full="evict_oldest" if evicts else "error", **where,
         )  # fmt: skip
         side = torch.cuda.Stream(DEVICE)
         with table, torch.cuda.device(DEVICE):
@@ -211,9 +214,10 @@ def play_episodes(seed: int, policy: Policy) -> Cuda:
     evicts = choose.random() < 0.5
     trajectories = 3 * n + (choose.choice([1, n]) if evicts else n * calls)
     options: Any = {"max_trajectories": trajectories, "block_steps": choose.choice([1, 3, 4])}
-    options["memory"] = gear.Memory(
-        packed=choose.choice([True, False]), max_blocks=4 * trajectories + 2 * n * calls
-    )
+    where, blocks = home(seed, cuda), 4 * trajectories + 2 * n * calls
+    options["memory"] = gear.Memory(packed=choose.choice([True, False]), max_blocks=blocks)
+    open_blocks = n * (12 + (calls if share < 1 else 0))
+    more = {"memory": gear.Memory(max_blocks=open_blocks)} if "host" in where else {}
     options["on_full"] = "evict_oldest" if evicts else "error"
     masks = np.random.default_rng(seed).random((calls, n)) < share
     with (
@@ -221,7 +225,7 @@ def play_episodes(seed: int, policy: Policy) -> Cuda:
             SCHEMA, max_steps=40 * n * calls, **{**options, "max_trajectories": n * calls}
         ) as plain,
         cuda.installed(),
-        gear.Table.create(SCHEMA, max_steps=40 * n * calls, **options, **home(seed)) as table,
+        gear.Table.create(SCHEMA, max_steps=40 * n * calls, **{**options, **more}, **where) as table,
     ):
         side = torch.cuda.Stream(DEVICE)
         with torch.cuda.device(DEVICE):
@@ -285,11 +289,13 @@ def test_episodes_are_visible_when_they_have_arrived(seeds: range, policy: Polic
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("below", mostly_long(["disk", "both", "host"], "disk", "both"))
 @pytest.mark.parametrize("episodes", [False, True])
-def test_what_does_not_fit_into_the_device_goes_to_the_disk(
-    episodes: bool, policy: Policy, tmp_path: Path
+def test_what_does_not_fit_into_the_device_goes_below(
+    episodes: bool, below: str, policy: Policy, tmp_path: Path
 ) -> None:
-    """Four times the memory is written. A step waits only for blocks, which are freed when their steps are on disk."""
+    """Four times the memory is written. A step waits only for blocks, which are freed when their steps are on disk, or
+    have been copied to host memory."""
     n, calls, seed = 3, 48, 5
     cuda, streams = Cuda(seed, policy), Streams(n, seed)
     masks = np.random.default_rng(seed).random((calls, n)) < 0.3
@@ -301,7 +307,8 @@ def test_what_does_not_fit_into_the_device_goes_to_the_disk(
         torch.cuda.device(DEVICE),
         gear.Table.create(
             SCHEMA, **sizes, memory=gear.Memory(max_blocks=36), device=DEVICE,
-            disk=gear.Disk(tmp_path / "own", sync_seconds=0.01, size="1GiB"),
+            disk=gear.Disk(tmp_path / "own", sync_seconds=0.01, size=None if below == "host" else "1GiB"),
+            host={"disk": None, "both": 30 * 512, "host": "1MiB"}[below],
         ) as table,
     ):  # fmt: skip
         writer = table.writers(n, device=DEVICE, **({} if episodes else {"chunk_steps": 4}))
@@ -315,13 +322,16 @@ def test_what_does_not_fit_into_the_device_goes_to_the_disk(
             expected.append(rows, done=mask, final=finals)
         writer.commit()
         expected.commit()
-        assert table.stats().num_spilled > len(table) // 2
+        stats = table.stats()
+        assert stats.num_spilled > {"disk": len(table) // 2, "both": len(table) // 4, "host": -1}[below]
+        assert (stats.host_part_bytes > 0) == (below != "disk")
         same_as(table, plain, whole=True)
         table.save(tmp_path / "own")
         shutil.copytree(tmp_path / "own", tmp_path / "left")  # what a process that is killed here leaves
         disk = gear.Disk(tmp_path / "left", sync_seconds=1e6, size="1GiB")
-        with gear.Table.recover(disk, device=DEVICE) as recovered:
+        with gear.Table.recover(disk, device=DEVICE, host=30 * 512 if below == "both" else None) as recovered:
             assert 0 < recovered.stats().num_spilled < len(recovered)
+            assert (recovered.stats().host_part_bytes > 0) == (below == "both")
             same_as(recovered, plain, whole=True)
         writer.close()
     cuda.check()

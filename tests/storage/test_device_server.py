@@ -18,7 +18,7 @@ import pytest
 import torch
 from streams.cuda import Cuda
 from table_common import fresh_name
-from tier_common import COLUMNS, SIZES, final, fitting, rows, spill
+from tier_common import COLUMNS, SIZES, final, fitting, move_out, rows, spill
 
 import gear_loader as gear
 from gear_loader.errors import RegionError, SchemaError
@@ -55,7 +55,8 @@ def owned(**options: Any) -> Iterator[gear.Table]:
                 yield table
             finally:
                 if table.name in region_names():
-                    gear.Table.attach(str(table.name)).unlink()
+                    with gear.Table.attach(str(table.name)) as left:
+                        left.unlink()
     cuda.check()
 
 
@@ -104,19 +105,21 @@ def in_child(call: Callable[[], object]) -> str:
 # ---------------------------------------------------------------- forked children
 
 
-@pytest.mark.parametrize("pieces", [300, device_server.PIECE_BYTES])
+@pytest.mark.parametrize(("pieces", "host"), [(300, None), (device_server.PIECE_BYTES, None), (300, "1MiB")])
 def test_forked_children_read_what_fits_into_host_memory(
-    pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pieces: int, host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same batches, rows and checkpoints, of memory and disk."""
+    """The same batches, rows and checkpoints, of memory and disk, and of the part of host memory between."""
     monkeypatch.setattr(device_server, "PIECE_BYTES", pieces)
     disk = gear.Disk(
         tmp_path / "tier", sync_seconds=1e6, size="1GiB", keep="newest"
     )  # its thread moves nothing
-    with fitting() as whole, owned(disk=disk) as table:
+    with fitting() as whole, owned(disk=disk, host=host) as table:
         fill(whole)
         fill(table)
         table.save(tmp_path / "tier")
+        if host is not None:
+            assert move_out(table, table.indices()[::2]) > 0
         assert spill(table, table.indices()[::3]) > 0
 
         def compare() -> str:

@@ -127,7 +127,7 @@ def test_the_header_is_readable_without_a_library() -> None:
     assert fields.pop("schema")[3] == ["value", "float32", [3]]
     rules = {"on_full": "error", "rate_limiter": None, "max_times_sampled": None, "max_age": None}
     sizes = {"max_steps": 200, "max_trajectories": 16, "block_steps": 4, "num_blocks": 62}
-    none = {"tier": None, "payload": 0, "prefixes": False, "device": None}
+    none = {"tier": None, "payload": 0, "prefixes": False, "device": None, "host_blocks": 0}
     assert fields == {**sizes, "packed": False, "rules": rules, **none}
 
 

@@ -249,8 +249,8 @@ def _abort_lanes(p, lanes, chosen):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _spill(p, slots, generations):  # type: ignore[no-untyped-def]
-    return spill(view_at(p), slots, generations)
+def _spill(p, slots, generations, ids):  # type: ignore[no-untyped-def]
+    return spill(view_at(p), slots, generations, ids)
 
 
 @compiled

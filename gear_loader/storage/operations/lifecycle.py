@@ -36,6 +36,7 @@ from gear_loader.storage.counters import (
     RETIRED_BLOCKS,
     RETIRED_FIRST,
     VERSION,
+    WRITABLE_BLOCKS,
     WRITING_BLOCKS,
     WRITING_STEPS,
 )
@@ -181,6 +182,23 @@ def unlink(v: Any, slot: Any) -> None:
 
 
 @inlined
+def writable(v: Any, block: Any) -> Any:
+    """1 for a block that writers get, 0 for one of the host part of a table on a GPU."""
+    return 1 if block >= v.num_blocks - v.counters[WRITABLE_BLOCKS] else 0
+
+
+@inlined
+def give_back(v: Any, block: Any) -> Any:
+    """Put a block that nobody uses on the stack of free ones, if writers get it; return 1 if so, else 0."""
+    counters = v.counters
+    if writable(v, block) == 0:
+        return 0
+    v.free_blocks[counters[NUM_FREE_BLOCKS]] = block
+    counters[NUM_FREE_BLOCKS] += 1
+    return 1
+
+
+@inlined
 def retire(v: Any, slot: Any, count: Any) -> None:
     """Retire a trajectory: later reads do not find it, earlier reads continue.
 
@@ -219,7 +237,7 @@ def retire(v: Any, slot: Any, count: Any) -> None:
         require(block >= 0)
         v.uses[block, LIVE] -= 1
         if v.uses[block, LIVE] == 0:
-            counters[RETIRED_BLOCKS] += 1
+            counters[RETIRED_BLOCKS] += writable(v, block)
 
 
 @inlined
@@ -234,12 +252,11 @@ def let_go(v: Any, start: Any, count: Any, live: Any) -> None:
         if live:
             v.uses[block, LIVE] -= 1
         if v.uses[block, ALL] == 0:
-            v.free_blocks[counters[NUM_FREE_BLOCKS]] = block
-            counters[NUM_FREE_BLOCKS] += 1
+            given = give_back(v, block)
             if not live:
-                counters[RETIRED_BLOCKS] -= 1
+                counters[RETIRED_BLOCKS] -= given
         elif live and v.uses[block, LIVE] == 0:
-            counters[RETIRED_BLOCKS] += 1
+            counters[RETIRED_BLOCKS] += writable(v, block)
 
 
 @inlined
@@ -293,9 +310,7 @@ def release(v: Any) -> None:
         counters[NUM_PARKED] -= 1
         fence()
         v.uses[block, ALL] = 0
-        v.free_blocks[counters[NUM_FREE_BLOCKS]] = block
-        counters[NUM_FREE_BLOCKS] += 1
-        counters[RETIRED_BLOCKS] -= 1
+        counters[RETIRED_BLOCKS] -= give_back(v, block)
     end_change(v)
 
 

@@ -21,6 +21,7 @@ from gear_loader.storage.counters import (
     RETIRED_BLOCKS,
     TIERED,
     WANTED_BLOCKS,
+    WRITABLE_BLOCKS,
     WRITING_BLOCKS,
     WRITING_STEPS,
 )
@@ -52,7 +53,8 @@ from gear_loader.storage.states import FREE, READY, WRITING
 
 @inlined
 def missing(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
-    """Whether the space is insufficient even after all retired slots are reclaimed; a disk makes up for blocks."""
+    """Whether the space is insufficient even after all retired slots are reclaimed; what is below the memory makes up
+    for blocks."""
     counters = v.counters
     return (
         counters[NUM_FREE_SLOTS] + counters[NUM_RETIRED] < slots
@@ -95,11 +97,11 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
     Returns:
         DONE; SHORT if eviction is needed and refused; FULL if the table is too small; BUSY if unfinished writes hold
         the space; READ if readers hold it; FLIP if the block tables must be compacted first; SPILL if trajectories must
-        be moved to disk first.
+        be moved to disk, or to host memory, first.
     """
     counters = v.counters
     require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
-    if blocks > v.num_blocks:
+    if blocks > counters[WRITABLE_BLOCKS]:
         return FULL
     if missing(v, slots, blocks, steps):
         if slots > v.num_slots or steps > v.max_steps:
@@ -108,7 +110,7 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
             return SHORT
         if (
             v.num_slots - counters[NUM_WRITING] < slots
-            or v.num_blocks - counters[WRITING_BLOCKS] < blocks
+            or counters[WRITABLE_BLOCKS] - counters[WRITING_BLOCKS] < blocks
             or counters[WRITING_STEPS] + steps > v.max_steps
         ):
             return BUSY
@@ -120,7 +122,7 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
     if counters[NUM_FREE_SLOTS] < slots or counters[NUM_FREE_BLOCKS] < blocks:
         if counters[TIERED] != 0 and counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] < blocks:
             counters[WANTED_BLOCKS] = max(counters[WANTED_BLOCKS], blocks)
-            return SPILL if v.num_blocks - counters[WRITING_BLOCKS] >= blocks else BUSY
+            return SPILL if counters[WRITABLE_BLOCKS] - counters[WRITING_BLOCKS] >= blocks else BUSY
         return READ
     if counters[HEAD + counters[HALF]] + blocks > v.half_size:
         return FLIP

@@ -1,4 +1,4 @@
-"""Trajectories whose steps lie on disk."""
+"""Trajectories that move: to disk, back, and to the host part of a table on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gear_loader.storage.counters import (
     PARKED_EPOCH,
     RETIRED_BLOCKS,
 )
-from gear_loader.storage.operations.lifecycle import reclaim, release, retire
+from gear_loader.storage.operations.lifecycle import reclaim, release, retire, writable
 from gear_loader.storage.operations.prefix_blocks import take_blocks
 from gear_loader.storage.operations.room import final_of, has_room, lowest, take_slot
 from gear_loader.storage.operations.view import (
@@ -45,22 +45,32 @@ from gear_loader.storage.states import READY
 
 
 @inlined
-def spill(v: Any, slots: Any, generations: Any) -> Any:
-    """Take the blocks of trajectories that are on disk; everything else of them stays.
+def spill(v: Any, slots: Any, generations: Any, ids: Any) -> Any:
+    """Take the blocks of trajectories that are on disk, or were copied to other blocks; everything else of them stays.
 
     Readers may see the blocks until they end their tickets, so the blocks are parked until then. `parked` is written
     before the first trajectory changes. Blocks that other live trajectories have in memory stay theirs.
 
     Args:
         slots, generations: int64 [n], the trajectories, distinct; stale ones and those without blocks are skipped.
+        ids: int32, the other blocks, of one trajectory after another, none of which is stale, or shares blocks; [0] for
+            those on disk.
 
     Returns:
-        Number of trajectories that were spilled; -1, having done nothing, if blocks are still parked.
+        Number of trajectories that were spilled; having done nothing, -1 if blocks are still parked, -2 if the block
+        tables must be compacted first.
     """
     counters = v.counters
     reclaim(v)
     if counters[NUM_PARKED] != 0:
         return -1
+    require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
+    half = counters[HALF]
+    place = half * v.half_size + counters[HEAD + half]
+    if counters[HEAD + half] + len(ids) > v.half_size:
+        return -2
+    for j in range(len(ids)):
+        require(ids[j] >= 0 and writable(v, ids[j]) == 0 and v.uses[ids[j], ALL] == 0)
     begin_change(v)
     chosen = np.zeros(len(slots), dtype=np.bool_)
     parked, spilled = 0, 0
@@ -87,16 +97,27 @@ def spill(v: Any, slots: Any, generations: Any) -> Any:
             else:
                 v.parked[parked] = block
                 parked += 1
-                counters[RETIRED_BLOCKS] += 1
+                counters[RETIRED_BLOCKS] += writable(v, block)
     counters[PARKED_EPOCH] = counters[EPOCH]
     fence()
     counters[NUM_PARKED] = parked
+    for j in range(len(ids)):
+        v.block_ids[place + j] = ids[j]
+        v.uses[ids[j], LIVE] = 1
+        v.uses[ids[j], ALL] = 1
+    counters[HEAD + half] += len(ids)
     fence()
     for i in range(len(slots)):
-        if chosen[i]:
+        if chosen[i] and len(ids) > 0:
+            blocks = slot_blocks(v, slots[i])
+            v.extent[slots[i], 1] = place
+            place += blocks
+            spilled += 1
+        elif chosen[i]:
             v.extent[slots[i], 1] = ON_DISK
             counters[NUM_SPILLED] += 1
             spilled += 1
+    require(len(ids) == 0 or place == half * v.half_size + counters[HEAD + half])
     counters[EPOCH] += 1
     end_change(v)
     release(v)
@@ -160,12 +181,12 @@ def begin_stored(
     slots: Any,
     ids: Any,
 ) -> Any:
-    """`begin` of trajectories of which some are on disk and get no blocks.
+    """`begin` of trajectories of which some are on disk and get no blocks, and others lie in the host part.
 
     Args:
-        inside: bool [n], whether each one gets blocks.
+        inside: int8 [n], 0 of those on disk, 1 of those that get blocks, 2 of those whose blocks are in `ids`.
         parents, shared: int64 [n]; blocks number `copied` to `shared` - 1 are those of an earlier one of the n, which
-            is inside. The others as for `begin`; ids: int32 [new blocks], output.
+            is inside. The others as for `begin`; ids: int32 [new blocks], output but for those of the host part.
 
     Returns:
         DONE, or SHORT, having done nothing, if the table has too little space.
@@ -174,7 +195,7 @@ def begin_stored(
     blocks, steps = 0, 0
     for i in range(len(lengths)):
         steps += lengths[i]
-        if inside[i]:
+        if inside[i] == 1:
             blocks += blocks_of(v, lengths[i] + final_of(finals, i)) - max(shared[i] - copied, 0)
     if has_room(v, len(lengths), blocks, steps) != DONE:
         return SHORT
@@ -182,15 +203,27 @@ def begin_stored(
     half, taken = counters[HALF], 0
     for i in range(len(lengths)):
         start = np.int64(ON_DISK)
-        if inside[i]:
+        if inside[i] > 0:
             start = half * v.half_size + counters[HEAD + half]
             blocks = blocks_of(v, lengths[i] + final_of(finals, i))
+            require(counters[HEAD + half] + blocks <= v.half_size)
             first = np.int64(0)
             if shared[i] > 0:
-                require(0 <= parents[i] < i and inside[parents[i]] and shared[i] <= blocks)
+                require(
+                    0 <= parents[i] < i and inside[parents[i]] == 1 and inside[i] == 1 and shared[i] <= blocks
+                )
                 first = np.int64(v.extent[slots[parents[i]], 1])
                 require(shared[i] <= slot_blocks(v, slots[parents[i]]))
-            taken += take_blocks(v, start, blocks, first, copied, shared[i], ids[taken:])
+            if inside[i] == 1:
+                taken += take_blocks(v, start, blocks, first, copied, shared[i], ids[taken:])
+            else:
+                for j in range(blocks):
+                    block = ids[taken]
+                    require(block >= 0 and writable(v, block) == 0 and v.uses[block, ALL] == 0)
+                    v.block_ids[start + j] = block
+                    v.uses[block, LIVE] = 1
+                    v.uses[block, ALL] = 1
+                    taken += 1
             counters[HEAD + half] += blocks
             fence()
         slots[i] = take_slot(v, lengths[i], final_of(finals, i), start, pid, process_start, 0)

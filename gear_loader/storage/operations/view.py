@@ -24,7 +24,7 @@ from gear_loader.storage.counters import DIGEST, DIRTY
 from gear_loader.utils.arrays import Array
 
 assert UNSET == -1  # compiled into the cached machine code
-assert DIGEST == 0x9D33B741  # of the positions in `counters`, compiled in too
+assert DIGEST == 0x5FA3A687  # of the positions in `counters`, compiled in too
 
 PID, START, READING, TICKET = range(4)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
@@ -40,7 +40,7 @@ operations with `evict` None, that they need `make_room`."""
 GONE = 8
 """Additional result of `lengthen` and `promote`: the trajectory was evicted or removed."""
 SPILL = 9
-"""Additional result of `make_room`: the memory is full until the table's owner has spilled trajectories."""
+"""Additional result of `make_room`: the memory is full until the table's owner has moved trajectories out of it."""
 ON_DISK = -(1 << 62)
 """Place of the block table of a trajectory that lies on disk only. With any block number added it is negative, so the
 loops that gather find it invalid."""
