@@ -100,11 +100,11 @@ class Draws:
     Attributes:
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A sampler with ``unit="step"``
             chooses the anchors itself.
-        complete: draw only anchors whose windows are wholly inside the trajectory, its final step included; those with
-            ``pad="edge"``, such as stacks of frames, may begin before it. An `NStep` with `next` needs a following
-            step, so that every row has an observation to bootstrap from; the last step of a trajectory without a final
-            step is therefore left out, even if it terminates. A trajectory that has no such anchor is never drawn;
-            `ReplayDataset.stats` counts them.
+        complete: draw only anchors whose windows are wholly inside the trajectory, its final step included. An `NStep`
+            with `next` needs a following step, so that every row has an observation to bootstrap from; the last step of
+            a trajectory without a final step is therefore left out, even if it terminates. A trajectory that has no
+            such anchor is never drawn; `ReplayDataset.stats` counts them. ``"end"``: windows may begin before the
+            trajectory, as stacks of frames do, but not end after it.
         stride: draw sequences: only the anchors 0, `stride`, 2 * `stride`, ... of each trajectory, up to the first one
             whose windows reach the trajectory's end. With `complete`, each `stride`-th of the complete anchors. Needs a
             sampler with ``unit="step"``, which is then the default. Drawing by priority needs a table whose
@@ -124,7 +124,7 @@ class Draws:
     """
 
     anchor: Literal["uniform", "first", "last"] = "uniform"
-    complete: bool = False
+    complete: bool | Literal["end"] = False
     stride: int | None = None
     subset: Callable[[Array], Array] | None = None
     drop_last: bool = False
@@ -133,7 +133,9 @@ class Draws:
 
     def __post_init__(self) -> None:
         one_of("anchor", self.anchor, ("uniform", "first", "last"))
-        for name in ("complete", "drop_last", "sample_info", "rate_limited"):
+        if self.complete != "end" and not isinstance(self.complete, bool):
+            raise SchemaError(f"complete is {shown(self.complete)}; expected True, False or 'end'.")
+        for name in ("drop_last", "sample_info", "rate_limited"):
             flag(name, getattr(self, name))
         if self.stride is not None:
             at_least("stride", self.stride)
@@ -257,7 +259,7 @@ def check_options(
                 "layout='packed' or 'jagged', or gear_loader.Whole()."
             )
         batch_size.check_sampler(sampler)
-    _check_packed(layout, windows, anchor, sampler, output, draws.complete or draws.stride is not None)
+    _check_packed(layout, windows, anchor, sampler, output, bool(draws.complete) or draws.stride is not None)
     if groups is None:
         return
     if not isinstance(groups, Groups):

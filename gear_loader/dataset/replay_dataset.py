@@ -256,7 +256,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self.complete = CompleteAnchors.of(
                 table.schema, self.windows, complete=draws.complete, stride=draws.stride or 1
             )
-        self._drawn: dict[str, Any] = {} if not draws.complete else {"complete": True}
+        self._drawn: dict[str, Any] = {"complete": draws.complete} if draws.complete else {}
         self._drawn |= {} if draws.stride is None else {"stride": int(draws.stride)}
         whole = has_whole(self.windows)
         self.anchor: Literal["uniform", "first", "last"] = "first" if whole else draws.anchor

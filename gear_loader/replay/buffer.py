@@ -387,7 +387,7 @@ class ReplayBuffer:
             self._dataset.load_state_dict(waiting)
 
     def _draws(self) -> Draws:
-        return Draws(complete=True)
+        return Draws(complete=True if self.stack == 1 else "end")
 
     def _windows(self, table: Table) -> dict[str, Any]:
         """They are complete where the step that follows the anchor is there: `next_obs`."""

@@ -35,13 +35,13 @@ class CompleteAnchors:
 
     @classmethod
     def of(
-        cls, schema: Schema, windows: Mapping[str, Any], *, complete: bool = True, stride: int = 1
+        cls, schema: Schema, windows: Mapping[str, Any], *, complete: bool | str = True, stride: int = 1
     ) -> CompleteAnchors:
         """Those of windows by name. An `NStep` ends with the trajectory: with `next` one step must follow, or a final
         one, others do not count.
 
         Args:
-            complete: whether windows must lie wholly inside; those with ``pad="edge"`` may begin before. Else those of
+            complete: whether windows must lie wholly inside; with ``"end"`` they may begin before. Else those of
                 sequences: a step counts if columns with final steps have as many after it as their windows reach
                 further than those of other columns.
             stride: see `CompleteAnchors`.
@@ -65,7 +65,7 @@ class CompleteAnchors:
             final = column.final
             finals.add(final)
             low, high = window.reach
-            low = 0 if window.pad == "edge" else low  # where its first step is repeated
+            low = 0 if complete == "end" else low
             first, ahead[final] = max(first, -low), max(ahead[final], high)
         if complete:
             return cls(first, ahead[False], ahead[True], stride, stride)

@@ -87,6 +87,14 @@ def test_a_pass_has_each_item_once(unit: Any, case: int) -> None:
                 add(table, 1, 1)
 
 
+def test_windows_that_may_begin_before_the_trajectory() -> None:
+    windows = {"stack": gear.Window(3, -2, pad="edge", column="action"), "obs": gear.Window(2)}
+    with filled() as table:
+        replay = dataset(table, windows, gear.Fifo(unit="step"), complete="end", batch_size=100)
+        ends = complete_anchors(table, {"obs": windows["obs"]})
+        assert set(rows_of(replay.sample())) == ends > complete_anchors(table, windows)
+
+
 def test_chunks_that_share_steps() -> None:
     """A shared step belongs to the chunk added last; while and after that chunk lives, windows are complete."""
     windows = {"action": gear.Window(3, -2)}
