@@ -29,7 +29,9 @@ from gear_loader.utils.arrays import Array
 
 LEAST_MAPPED = 1 << 18
 """Bytes of a tensor from which on it is mapped; a message with less takes less time than it is worth."""
-_MOST_FILES = 512  # of a process, at two descriptors each, as Python's mappings have their own
+_MOST_FILES = (
+    1 << 13
+)  # of a process, at two descriptors each, as Python's mappings have their own: 8 a learner
 _UNUSED = 128  # answers after which a learner unmaps what none of them has used
 _TOKEN = 32  # bytes
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

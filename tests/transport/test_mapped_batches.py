@@ -146,6 +146,10 @@ def test_batches_leave_descriptors_to_connections(monkeypatch: pytest.MonkeyPatc
     del held
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) - before <= 0
+    monkeypatch.setattr(mapped_batches.resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert (
+        mapped_batches.MappedMemory()._most >= 8 * Limits().learners
+    )  # one that is idle takes none of another
     assert memory.place(memory.empty((mapped_batches.LEAST_MAPPED,), torch.uint8)) is not None
 
 
