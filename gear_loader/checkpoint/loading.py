@@ -339,10 +339,8 @@ def _fill(table: Table, directory: Directory, share: Share, *, inside: Array | N
         if inside is None and not layout.prefixes:
             slots, ids = index.begin(lengths, finals=finals, claim=claim)
         else:
-            slots, ids = (
-                claim.slots,
-                index.begin_stored(lengths, finals, levels, claim, parents, shared, note),
-            )
+            ids = index.begin_stored(lengths, finals, levels, claim, parents, shared, note)
+            slots = claim.slots
         if inside is not None and arrays.tier is not None:
             (part,) = parts
             note_places(index, slots, part.records)

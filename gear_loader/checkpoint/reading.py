@@ -146,26 +146,8 @@ class ColumnRead:
 
     def copy(self, address: int, low: int, high: int, ids: Array) -> None:
         """Copy bytes `low` to `high` - 1 of the file's rows, which are at an address, into the blocks."""
-        if self.before is None:
-            copy_rows(address, low, high, self.first, self.ends, self.places, ids, self.place, True)
-            return
-        size = self.column.step_bytes
-        last = int(np.searchsorted(self.first, -(-high // size), side="left"))
-        for i in range(int(np.searchsorted(self.ends, low // size, side="right")), last):
-            one = slice(i, i + 1)
-            begin, end = max(low, int(self.first[i]) * size), min(high, int(self.ends[i]) * size)
-            zero = self.first[one] - self.before[one]  # its steps before are not there, and not copied
-            copy_rows(
-                address + begin - low,
-                begin,
-                end,
-                zero,
-                self.ends[one],
-                self.places[one],
-                ids,
-                self.place,
-                True,
-            )
+        before = self.first[:0] if self.before is None else self.before
+        copy_rows(address, low, high, self.first, self.ends, before, self.places, ids, self.place, True)
 
     def chunks(self) -> Array:
         """Numbers of the chunks that hold wanted rows, int64 [n], ascending."""

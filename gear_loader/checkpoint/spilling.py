@@ -393,7 +393,7 @@ def promote(engine: Engine, slots: Array, *, most_bytes: int | None = LARGEST_BY
             for first, end, blocks in parts:
                 if end > first:
                     given = address + first * step, 0, (end - first) * step, zero, np.array([end - first])
-                    copy_rows(*given, zero, np.ascontiguousarray(blocks), places[name], True)
+                    copy_rows(*given, zero[:0], zero, np.ascontiguousarray(blocks), places[name], True)
 
     with engine.region.using() as memory:  # that of a GPU, or None
         if engine.device is not None and memory is None:

@@ -147,10 +147,8 @@ class PaddedDeviceBuffers(PaddedBuffers):
         return QueuedDraw(*given, weights=None, draw=draw, memory=self.memory[1], begin=begin, **options)
 
     def _uniform_places(self, stream: torch.cuda.Stream) -> UniformPlaces:
-        own, reach = (
-            weakref.ref(self),
-            self.layout.reach,
-        )  # no cycle: memory of the GPU ends with its last reference
+        own = weakref.ref(self)  # no cycle: memory of the GPU ends with its last reference
+        reach = self.layout.reach
 
         def gather() -> None:
             buffers = own()

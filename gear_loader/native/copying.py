@@ -100,12 +100,15 @@ def copy_spans(column, begins, counts, outs) -> None:  # type: ignore[no-untyped
 
 
 @compiled
-def copy_rows(address, low, high, first, ends, places, ids, column, into) -> None:  # type: ignore[no-untyped-def]
+def copy_rows(  # type: ignore[no-untyped-def]
+    address, low, high, first, ends, before, places, ids, column, into
+) -> None:
     """Copy bytes of a file that holds trajectories one after another (gaps allowed) to or from their blocks.
 
     Args:
         address: of the buffer that holds bytes `low` to `high` - 1 of the file's rows.
         first, ends: int64 [n], ascending: first row of each trajectory, and the row after its last.
+        before: int64 [n], its steps that the file does not have: those before the first row; [0] if there are none.
         places: int64 [n], where each trajectory's blocks begin in `ids`; -1 for one that is left out.
         ids: int32, blocks.
         column: int64 [5]: address of the column's first step, bytes from block to block, bytes of a step, bytes from
@@ -116,11 +119,12 @@ def copy_rows(address, low, high, first, ends, places, ids, column, into) -> Non
     i = np.searchsorted(ends, low // size, side="right")
     while i < len(first) and first[i] * size < high:
         start, stop = max(low, first[i] * size), min(high, ends[i] * size)
+        zero = first[i] - (before[i] if len(before) > 0 else 0)  # where the row of its first step would be
         while places[i] >= 0 and start < stop:
-            step = start // size - first[i]
-            part = start - (first[i] + step) * size  # bytes of this step that precede `start`
+            step = start // size - zero
+            part = start - (zero + step) * size  # bytes of this step that precede `start`
             block = step // block_steps
-            limit = min(stop, (first[i] + (block + 1) * block_steps) * size)
+            limit = min(stop, (zero + (block + 1) * block_steps) * size)
             here = base + int64(ids[places[i] + block]) * stride + (step - block * block_steps) * every + part
             there = address + start - low
             if every == size:

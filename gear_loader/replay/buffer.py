@@ -660,9 +660,9 @@ class ReplayBuffer:
 
     def _look(self, table: Table) -> None:
         """Log once what makes a buffer hold, or its rows show, less than they could: short episodes."""
-        stats = table.stats()
         if len(table) < _LEAST_LOOKED_AT:
             return
+        stats = table.stats()
         what = f"{type(self).__name__} of {self.capacity:,} steps"
         ends = (
             "An episode also ends where obs is not the next_obs of the add before: give both the same values "

@@ -159,6 +159,12 @@ class CudaLeaves:
         """What tells compiled loops of the work on the leaves, as `queue_drawn` takes it."""
         return self._last.cuda_event, self.status.data_ptr(), self._state
 
+    def _read_status(self) -> tuple[int, int, int, bool]:
+        """What the GPU has reported up to now: the first invalid priority, or `NOWHERE`; draws that found no item, and
+        that found too few distinct ones; whether a leaf was out of range."""
+        bad, empty, missing, _ = self.status.tolist()
+        return bad, empty, missing, bool(self.out_of_range)
+
     def raise_late(self, *, wait: bool = False) -> None:
         """Raise an error that the GPU has reported. The caller holds the mutex: another thread's draw or update would
         write the same status.
@@ -169,8 +175,7 @@ class CudaLeaves:
         if self.cuda and wait:
             self.launch_update()
             self._ended().synchronize()
-        bad, empty, missing, _ = self.status.tolist()
-        cut = bool(self.out_of_range)
+        bad, empty, missing, cut = self._read_status()
         if bad == NOWHERE and not empty and not missing and not cut:
             return
         if self.cuda and not wait:
@@ -178,8 +183,7 @@ class CudaLeaves:
             self._state[NOTED] = 1
             if not ended.query():
                 return
-            bad, empty, missing, _ = self.status.tolist()
-            cut = bool(self.out_of_range)
+            bad, empty, missing, cut = self._read_status()
         self._state[NOTED] = 0
         self.enter()
         self.cut.zero_()

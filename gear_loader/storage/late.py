@@ -299,7 +299,7 @@ class _FillCall:
             first, counts = (ends - each.lengths)[rows], self._counts(each, rows)
             data = np.ascontiguousarray(each.data)
             places, ids = np.cumsum(counts) - counts, located.blocks[each.name]
-            copy_rows(data.ctypes.data, 0, data.size, first, ends[rows], places, ids, column, True)
+            copy_rows(data.ctypes.data, 0, data.size, first, ends[rows], first[:0], places, ids, column, True)
 
     def _finish(self, located: _Located, *, copies: bool) -> Array:
         """Set the bits of the rows that are still where they were; the caller holds the lock.

@@ -29,9 +29,8 @@ from gear_loader.utils.arrays import Array
 
 LEAST_MAPPED = 1 << 18
 """Bytes of a tensor from which on it is mapped; a message with less takes less time than it is worth."""
-_MOST_FILES = (
-    1 << 13
-)  # of a process, at two descriptors each, as Python's mappings have their own: 8 a learner
+_MOST_FILES = 1 << 13
+"""Of a process, 8 a learner; at two descriptors each, as Python's mappings have their own."""
 _UNUSED = 128  # answers after which a learner unmaps what none of them has used
 _TOKEN = 32  # bytes
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -168,6 +168,14 @@ def take_slot(v: Any, length: Any, final: Any, start: Any, pid: Any, process_sta
 
 
 @inlined
+def use_block(v: Any, place: Any, block: Any) -> None:
+    """Write a block that nobody uses to a position in `block_ids`."""
+    v.block_ids[place] = block
+    v.uses[block, LIVE] = 1
+    v.uses[block, ALL] = 1
+
+
+@inlined
 def take_block(v: Any, place: Any) -> Any:
     """Allocate a block and write it to a position in `block_ids`."""
     counters = v.counters
@@ -175,9 +183,7 @@ def take_block(v: Any, place: Any) -> Any:
     block = v.free_blocks[counters[NUM_FREE_BLOCKS] - 1]
     require(block >= 0 and v.uses[block, ALL] == 0)
     counters[NUM_FREE_BLOCKS] -= 1
-    v.block_ids[place] = block
-    v.uses[block, LIVE] = 1
-    v.uses[block, ALL] = 1
+    use_block(v, place, block)
     return block
 
 

@@ -22,7 +22,7 @@ from gear_loader.storage.counters import (
 )
 from gear_loader.storage.operations.lifecycle import reclaim, release, retire, writable
 from gear_loader.storage.operations.prefix_blocks import take_blocks
-from gear_loader.storage.operations.room import final_of, has_room, lowest, take_slot
+from gear_loader.storage.operations.room import final_of, has_room, lowest, take_slot, use_block
 from gear_loader.storage.operations.view import (
     ALL,
     DONE,
@@ -102,9 +102,7 @@ def spill(v: Any, slots: Any, generations: Any, ids: Any) -> Any:
     fence()
     counters[NUM_PARKED] = parked
     for j in range(len(ids)):
-        v.block_ids[place + j] = ids[j]
-        v.uses[ids[j], LIVE] = 1
-        v.uses[ids[j], ALL] = 1
+        use_block(v, place + j, ids[j])
     counters[HEAD + half] += len(ids)
     fence()
     for i in range(len(slots)):
@@ -220,9 +218,7 @@ def begin_stored(
                 for j in range(blocks):
                     block = ids[taken]
                     require(block >= 0 and writable(v, block) == 0 and v.uses[block, ALL] == 0)
-                    v.block_ids[start + j] = block
-                    v.uses[block, LIVE] = 1
-                    v.uses[block, ALL] = 1
+                    use_block(v, start + j, block)
                     taken += 1
             counters[HEAD + half] += blocks
             fence()
